@@ -16,6 +16,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--phase", choices=PHASES, help="only what this part of the step asks for")
     parser.add_argument("--by", choices=BY, help="sums by signal, mesh axis or YAML line instead of every collective")
     parser.add_argument(
+        "--why",
+        metavar="WHAT",
+        help="why a parameter (path or glob) lies as it does, or a line (model.py:31) is split so",
+    )
+    parser.add_argument(
         "--program", action="store_true", help="the compiled text for (pretend) devices, names left out"
     )
     function_arguments(parser)
@@ -35,6 +40,9 @@ def run(chosen: argparse.Namespace) -> int:
         return 0
     with sketched(target) as program:
         ledger = program.explain()
+    if chosen.why is not None:
+        show(ledger.why(chosen.why))
+        return 0
     if chosen.phase is not None:
         ledger = ledger.only(phase=chosen.phase)
     if chosen.json:

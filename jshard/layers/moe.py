@@ -13,10 +13,14 @@ from jax.typing import DTypeLike
 
 from jshard.errors import JShardError
 from jshard.layers.layer import AuxLoss
-from jshard.layers.partition.by_hand import by_hand
-from jshard.layers.partition.engine import Partition
+from jshard.layers.partition.by_hand import HandRule, by_hand
 from jshard.layers.partition.part import Part, moving_as
+from jshard.layers.partition.plan import Step
+from jshard.layers.partition.planner import Planned, Planner
+from jshard.layers.partition.run import Run
+from jshard.layers.partition.value import Value
 from jshard.layouts.layout import check_divides
+from jshard.layouts.redistribution import Axes
 from jshard.programs.jaxprs import Eqn
 from jshard.signals.active_config import configuration
 
@@ -131,19 +135,28 @@ def _exchange(
 ) -> tuple[Callable[[Array], Array], ...]:
     """Return both ways, each the gradient of the other."""
 
-    def rule(back: bool, run: Partition, eqn: Eqn, parts: list[Part]) -> list[Part]:
-        part = run.force(parts[0])
-        check_divides(
-            part.shape[1], names, run.mesh, label=label, what=f"{part.shape[1]} experts", otherwise="add experts"
-        )
-        first, second = (tuple(name for name in each if name not in names) for each in part.axes[:2])
+    def brought(back: bool, axes: Axes) -> Axes:
+        first, second = (tuple(name for name in each if name not in names) for each in axes[:2])
         lead = ((*first, *rows), second) if back else (first, (*second, *names))
-        axes = (*lead, *part.axes[2:])
+        return *lead, *axes[2:]
+
+    def plan_rule(back: bool, plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+        value = plan.force(values[0])
+        what = f"{value.shape[1]} experts"
+        check_divides(value.shape[1], names, plan.mesh, label=label, what=what, otherwise="add experts")
+        axes = brought(back, value.axes)
+        plan.have(value, axes)
+        return [Value(value.shape, axes, value.dtype)], Step()
+
+    def rule(back: bool, run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+        part, (axes,) = run.force(parts[0], step.claim), step.results
         return [Part(part.shape, axes, part.local(axes, frozenset(), lambda _: moving_as(claim=claim, key="expert")))]
 
     def one_way(back: bool) -> Callable[[Array], Array]:
-        there = by_hand(lambda x: (x,), functools.partial(rule, back))
-        home = by_hand(lambda x: (x,), functools.partial(rule, not back))
+        there, home = (
+            by_hand(lambda x: (x,), HandRule(functools.partial(plan_rule, way), functools.partial(rule, way)))
+            for way in (back, not back)
+        )
         move = jax.custom_vjp(lambda x: there(x)[0])
         move.defvjp(lambda x: (there(x)[0], None), lambda _, cotangent: (home(cotangent)[0],))
         return move

@@ -17,13 +17,16 @@ from jax.interpreters import partial_eval
 from jshard.errors import JShardError, multiples
 from jshard.layers.balance import Costs, balanced, in_ranges, spelled
 from jshard.layers.partition import Microbatches, Program
-from jshard.layers.partition.engine import Partition, SomeLayers
-from jshard.layers.partition.part import Names, Part, names_of, vary, whole
+from jshard.layers.partition.part import Part, vary
 from jshard.layers.partition.pieces import Group, Piece, check_smooth, piece
+from jshard.layers.partition.plan import Names, key_of, names_of
+from jshard.layers.partition.planner import whole
+from jshard.layers.partition.run import Run, SomeLayers
 from jshard.layers.partition.stages import Counts, from_chunks, from_stages, to_chunks, to_stages
 from jshard.layers.partition.ticks import Model, run_table
 from jshard.layers.remat import CHUNK
 from jshard.layouts.layout import Layout
+from jshard.layouts.redistribution import Axes
 from jshard.programs.flops import arithmetic_of
 from jshard.programs.jaxprs import is_in, read_by, scanned, variables
 from jshard.programs.provenance import scope, source_of
@@ -82,9 +85,11 @@ class Scheduled(Microbatches):
             return [], {}
 
         def turn(variables: list[Array], _: None) -> tuple[list[Array], list[Array]]:
-            known, run = dict(enumerate(xs)) | dict(zip(numbers, variables, strict=True)), program.partition()
-            outs = run.run(states.jaxpr, [program.part(n, known[n]) for n in states.inputs])
-            return [run.place(part, program.in_axes[n]).x for part, n in zip(outs, numbers, strict=True)], variables
+            known, run = dict(enumerate(xs)) | dict(zip(numbers, variables, strict=True)), program.running()
+            outs = run.planned(states.jaxpr, [program.part(n, known[n]) for n in states.inputs], None)
+            return [
+                run.place(part, program.in_axes[n], None).x for part, n in zip(outs, numbers, strict=True)
+            ], variables
 
         after, before = lax.scan(turn, [xs[n] for n in numbers], None, length=self.table.microbatches)
         return after, dict(zip(numbers, before, strict=True))
@@ -161,6 +166,7 @@ class Pipelined(Scheduled):
 
     def _body(self, marked: Sequence[Names], *xs: Array) -> tuple[Array, list[Array], list[Array]]:
         program, cut, mesh_axis, by = self.program, self.cut, self.stage.mesh_axis, self.stage.by
+        plan, lies = program.of_one_stage()
         staged, chunks = frozenset({mesh_axis}), self.table.virtual_stages // self.table.stages
         parameters = {n: vary(xs[n], names | staged) for n, names in zip(self.parameters, marked, strict=True)}
         with scope(**by):
@@ -172,44 +178,49 @@ class Pipelined(Scheduled):
         inputs = {n: xs[n] for n in self.batch} | states
         others = {n: vary(x, staged) for n, x in enumerate(xs) if n not in parameters and n not in inputs}
 
-        def run(some: Piece, edges: Any, given: Any, more: Sequence[Part] = ()) -> tuple[Partition, list[Part]]:
-            known, run = {**others, **edges, **given}, program.partition()
-            return run, run.run(some.jaxpr, [*(program.part_of_stage(n, known[n]) for n in some.inputs), *more])
+        how, claim = program.running(), program.claim_behind
 
-        lie = {v: program.found[v] for v in cut.carried} | {v: ((), *program.found[v][1:]) for v in cut.left}
+        def run(some: Piece, edges: Any, given: Any, more: Sequence[Part] = ()) -> list[Part]:
+            known = {**others, **edges, **given}
+            parts = [*(program.part_of_stage(n, known[n]) for n in some.inputs), *more]
+            return how.run(some.jaxpr, parts, plan)
+
+        def place(part: Part, axes: Axes) -> Array:
+            return how.place(part, axes, claim).x
+
+        lie = {v: lies[v] for v in (*cut.carried, *cut.left)}
 
         def between(xs: Sequence[Array]) -> list[Part]:
             return [Part(tuple(v.aval.shape), axes, x) for (v, axes), x in zip(lie.items(), xs, strict=True)]
 
         def first(edges: Any, given: Any) -> list[Array]:
             """What goes into the first layer, and room for what all of them leave behind."""
-            how, parts = run(cut.first, edges, given)
+            parts = run(cut.first, edges, given)
             room = [jnp.zeros(Layout(program.mesh, *lie[v]).shard_shape(v.aval.shape), v.aval.dtype) for v in cut.left]
-            return [how.place(part, lie[v]).x for v, part in zip(cut.carried, parts, strict=True)] + room
+            return [place(part, lie[v]) for v, part in zip(cut.carried, parts, strict=True)] + room
 
         def chunk(own: Any, edges: Any, x: Any, given: Any, number: Array) -> list[Array]:
-            how, made = run(cut.each, edges, given)
+            made = run(cut.each, edges, given)
             some, rest = made[: cut.consts], iter(made[cut.consts :])
             over = [self._some(how, next(rest), number) if n is None else self._layers_of(n, own[n]) for n in cut.over]
             count = len(cut.carried)
-            loop, counts = cut.of_length(self.layers), self.counts
+            loop, counts, some_layers = cut.of_length(self.layers), self.counts, None
             if not counts.are_equal:
                 times = " ".join(map(str, counts.by_stage))
-                how.some_layers = SomeLayers(loop, jnp.array(counts.layers)[number], times)
-            parts = how.equation(loop, [*some, *between(x)[:count], *over])
-            after = [how.place(part, lie[v]).x for v, part in zip(cut.carried, parts, strict=False)]
+                some_layers = SomeLayers(loop, jnp.array(counts.layers)[number], times)
+            parts = program.running(some_layers).equation(loop, [*some, *between(x)[:count], *over], plan[key_of(loop)])
+            after = [place(part, lie[v]) for v, part in zip(cut.carried, parts, strict=False)]
             for v, room in zip(cut.left, x[count:], strict=True):
                 part = parts[cut.loop.outvars.index(v)]
-                part = how.place(Part((self.layers, *part.shape[1:]), part.axes, part.x), lie[v])
-                after.append(self._written(room, part.x, number))
+                left = place(Part((self.layers, *part.shape[1:]), part.axes, part.x), lie[v])
+                after.append(self._written(room, left, number))
             return after
 
         def last(edges: Any, x: Any, given: Any) -> tuple[Array, list[Array]]:
-            how, (value, *left) = run(cut.last, edges, given, between(x))
+            value, *left = run(cut.last, edges, given, between(x))
             numbers = [self.variables[at] for at in self.of_data]
-            return how.place(value, whole(len(value.shape))).x, [
-                how.place(p, program.in_axes[n]).x for n, p in zip(numbers, left, strict=True)
-            ]
+            kept = [place(p, program.in_axes[n]) for n, p in zip(numbers, left, strict=True)]
+            return place(value, whole(len(value.shape))), kept
 
         shares = any(n in edges for n in cut.each.inputs)
         model = Model(first, chunk, last, shares, self._recomputes(), self.layers_words)
@@ -269,9 +280,9 @@ class Pipelined(Scheduled):
         axes, rest = ((), *part.axes[1:]), None if part.rest is None else ((), *part.rest[1:])
         return Part((self.layers, *part.shape[1:]), axes, x, rest=None if rest == axes else rest, signal=part.signal)
 
-    def _some(self, run: Partition, part: Part, number: Array) -> Part:
+    def _some(self, run: Run, part: Part, number: Array) -> Part:
         """Of what each layer has its own of, that of the layers of one chunk."""
-        part = run.place(part, ((), *part.axes[1:]))
+        part = run.place(part, ((), *part.axes[1:]), self.program.claim_behind)
         x = self._read(part.x, number)
         return Part((self.layers, *part.shape[1:]), part.axes, x)
 

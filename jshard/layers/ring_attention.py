@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,9 +18,12 @@ from jax import Array, lax
 
 from jshard.errors import JShardError
 from jshard.kernels.collectives import axis_index, axis_size, permute, pvary
-from jshard.layers.partition.by_hand import by_hand
-from jshard.layers.partition.engine import Partition
+from jshard.layers.partition.by_hand import HandRule, by_hand
 from jshard.layers.partition.part import Part, moving_as, names_of, vary
+from jshard.layers.partition.plan import Step
+from jshard.layers.partition.planner import Planned, Planner
+from jshard.layers.partition.run import Run
+from jshard.layers.partition.value import Value
 from jshard.layouts.redistribution import Axes
 from jshard.programs.jaxprs import Eqn
 from jshard.programs.provenance import scope
@@ -47,8 +50,12 @@ class Form:
 def ring_attention(form: Form) -> Callable[..., Array]:
     """Return `f(q, k, v, segments)`, `segments` being a tuple of one array or none. Its backward pass keeps q, k, v, the result
     and the logs of the softmax's denominators."""
-    forward = by_hand(functools.partial(_forward, form), functools.partial(_forward_rule, form))
-    backward = by_hand(functools.partial(_backward, form), functools.partial(_backward_rule, form))
+    forward = by_hand(
+        functools.partial(_forward, form), HandRule(_plan_forward, functools.partial(_forward_rule, form))
+    )
+    backward = by_hand(
+        functools.partial(_backward, form), HandRule(_plan_backward, functools.partial(_backward_rule, form))
+    )
 
     @jax.custom_vjp
     def attention(q: Array, k: Array, v: Array, segments: tuple[Array, ...]) -> Array:
@@ -335,11 +342,11 @@ class _Split:
         return _Split(self.rows, (), (*self.heads, *self.places), (*self.key_heads, *self.places))
 
 
-def _split(run: Partition, q: Part, k: Part) -> _Split:
-    ways = math.prod(run.sizes[name] for name in q.axes[2])
+def _split(q: Part | Value, k: Part | Value, sizes: Mapping[str, int]) -> _Split:
+    ways = math.prod(sizes[name] for name in q.axes[2])
     if not k.shape[2] % ways:
         heads = key_heads = q.axes[2]
-    elif q.axes[2][: len(k.axes[2])] == k.axes[2] and k.shape[2] == math.prod(run.sizes[n] for n in k.axes[2]):
+    elif q.axes[2][: len(k.axes[2])] == k.axes[2] and k.shape[2] == math.prod(sizes[n] for n in k.axes[2]):
         heads, key_heads = q.axes[2], k.axes[2]  # one key head on each device, which others of its group have too
     else:
         heads = key_heads = ()
@@ -350,34 +357,32 @@ def _by_ring(steps: object) -> Any:
     return moving_as(key="ring")
 
 
-def _forward_rule(form: Form, run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
-    split = _split(run, *parts[:2])
+WHOLE_ROWS, RING, ULYSSES = "whole rows", "ring", "ulysses"
+
+
+def _as_written(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    """Plan a call whose rows are whole on each device as its own program."""
+    body = eqn.params["jaxpr"]
+    results, inside = plan.program(body, values)
+    return results, Step(WHOLE_ROWS, body=body, inside=(inside,))
+
+
+def _plan_forward(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    split, claim = _split(values[0], values[1], plan.sizes), plan.nearest
     if not split.places:
-        return run.run(eqn.params["jaxpr"], parts)
-    claim = run.nearest
-    exchanges = claim is not None and claim.attention == "ulysses"
-    inside = _exchanged(run, split, parts) if exchanges else split
-    axes = inside.q, inside.k, inside.k, *[(inside.rows, inside.places)] * len(parts[3:])
-    xs = [part.local(a, frozenset(), _by_ring) for part, a in zip(parts, axes, strict=True)]
-    ring = _Ring(form, split.places, xs[0].shape[1])
-    with scope(key="ring"):
-        if exchanges:
-            out, _, logs, *xs = _forward(form, *_varying(xs, inside.names))
-        else:
-            xs = ring.balanced(xs)
-            q, k, v, *segments = _varying(xs, split.names)
-            out, logs = ring.forward(q, k, v, tuple(segments))
-    kept = [(out, inside.q), (logs, inside.q[:3]), *zip(xs, axes, strict=True)]
-    shape, *shapes = (tuple(variable.aval.shape) for variable in eqn.outvars)
-    found = [Part(shape, a, x) for shape, (x, a) in zip(shapes, kept, strict=True)]
-    with scope(key="ring"):
-        first = found[0].local(split.q, frozenset(), _by_ring) if exchanges else ring.in_order(out)
-    return [Part(shape, split.q, first), *found]
+        return _as_written(plan, eqn, values)
+    how = ULYSSES if claim is not None and claim.attention == "ulysses" else RING
+    inside = _exchanged(plan, split, values) if how == ULYSSES else split
+    axes = inside.q, inside.k, inside.k, *[(inside.rows, inside.places)] * len(values[3:])
+    for value, a in zip(values, axes, strict=True):
+        plan.have(value, a)
+    made = zip(eqn.outvars, (split.q, inside.q, inside.q[:3], *axes), strict=True)
+    return [Value(tuple(v.aval.shape), a, v.aval.dtype) for v, a in made], Step(how)
 
 
-def _exchanged(run: Partition, split: _Split, parts: list[Part]) -> _Split:
-    ways = math.prod(run.sizes[name] for name in split.exchanged.heads)
-    claim, count = run.nearest, parts[1].shape[2]
+def _exchanged(plan: Planner, split: _Split, values: list[Value]) -> _Split:
+    ways = math.prod(plan.sizes[name] for name in split.exchanged.heads)
+    claim, count = plan.nearest, values[1].shape[2]
     if not count % ways:
         return split.exchanged
     assert claim is not None
@@ -388,30 +393,60 @@ def _exchanged(run: Partition, split: _Split, parts: list[Part]) -> _Split:
     )
 
 
-def _backward_rule(form: Form, run: Partition, eqn: Eqn, parts: list[Part]) -> list[Part]:
-    out, logs, q, k, v, *segments, cotangent = parts
+def _forward_rule(form: Form, run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+    of_first, *axes = step.results
+    inside, split = axes[2:], _split(parts[0], parts[1], run.sizes)
+    xs = [part.local(a, frozenset(), _by_ring) for part, a in zip(parts, inside, strict=True)]
+    ring = _Ring(form, split.places, xs[0].shape[1])
+    with scope(key="ring"):
+        if step.how == ULYSSES:
+            out, _, logs, *xs = _forward(form, *_varying(xs, names_of(inside[0])))
+        else:
+            xs = ring.balanced(xs)
+            q, k, v, *segments = _varying(xs, split.names)
+            out, logs = ring.forward(q, k, v, tuple(segments))
+    shape, *shapes = (tuple(variable.aval.shape) for variable in eqn.outvars)
+    found = [Part(shape, a, x) for shape, a, x in zip(shapes, axes, (out, logs, *xs), strict=True)]
+    with scope(key="ring"):
+        first = found[0].local(of_first, frozenset(), _by_ring) if step.how == ULYSSES else ring.in_order(out)
+    return [Part(shape, of_first, first), *found]
+
+
+def _plan_backward(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    out, logs, q, k, v, *segments, cotangent = values
     places = q.axes[1] or cotangent.axes[1]
     if not places:
-        return run.run(eqn.params["jaxpr"], parts)
+        return _as_written(plan, eqn, values)
     inside = _Split(q.axes[0], q.axes[1], q.axes[2], k.axes[2])
+    how, split, cut = RING if q.axes[1] else ULYSSES, inside, -len(places)
+    if how == ULYSSES:
+        split = _Split(inside.rows, places, inside.heads[:cut], inside.key_heads[:cut])
+    plan.have(cotangent, inside.q)
+    made = zip((q, k, k), (split.q, split.k, split.k), strict=True)
+    return [Value(value.shape, axes, value.dtype) for value, axes in made], Step(how)
+
+
+def _backward_rule(form: Form, run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+    out, logs, q, k, v, *segments, cotangent = parts
+    of_q, of_k, _ = step.results
+    names = names_of(of_q)
     with scope(key="ring"):
-        if q.axes[1]:
-            split, ring = inside, _Ring(form, places, q.x.shape[1])
-            ct = ring.balanced(cotangent.local(split.q, frozenset(), _by_ring))
-            mine, ours = _varying([q.x, k.x, v.x], split.names), tuple(_varying([s.x for s in segments], split.names))
+        if step.how == RING:
+            ring = _Ring(form, of_q[1], q.x.shape[1])
+            ct = ring.balanced(cotangent.local(of_q, frozenset(), _by_ring))
+            mine, ours = _varying([q.x, k.x, v.x], names), tuple(_varying([s.x for s in segments], names))
             found = ring.backward(mine[0], mine[1], mine[2], ours, logs.x, _delta(out.x, ct), ct)
             found = ring.in_order([x.astype(q.x.dtype) for x in found])
         else:
-            cut = -len(places)
-            split = _Split(inside.rows, places, inside.heads[:cut], inside.key_heads[:cut])
-            ct = cotangent.local(inside.q, frozenset(), _by_ring)
-            found = _backward(form, out.x, logs.x, q.x, k.x, v.x, *_varying([s.x for s in segments], inside.names), ct)
-            inner = zip((q, k, v), found, (split.q, split.k, split.k), strict=True)
+            ct = cotangent.local(q.axes, frozenset(), _by_ring)
+            varying = _varying([s.x for s in segments], names_of(q.axes))
+            found = _backward(form, out.x, logs.x, q.x, k.x, v.x, *varying, ct)
+            inner = zip((q, k, v), found, step.results, strict=True)
             found = [Part(p.shape, p.axes, x).local(axes, frozenset(), _by_ring) for p, x, axes in inner]
-        missing = tuple(sorted(split.names - names_of(split.k)))
+        missing = tuple(sorted(names - names_of(of_k)))
         dq, *of_keys = found
-        of_keys = [run.reduce(x, missing, "sum") if missing else x for x in of_keys]
-    return [Part(q.shape, split.q, dq), *(Part(k.shape, split.k, x) for x in of_keys)]
+        of_keys = [run.reduce(x, missing, "sum", step.claim) if missing else x for x in of_keys]
+    return [Part(q.shape, of_q, dq), *(Part(k.shape, of_k, x) for x in of_keys)]
 
 
 def _varying(xs: list[Array], names: frozenset[str]) -> list[Array]:

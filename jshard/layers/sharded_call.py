@@ -30,11 +30,10 @@ from jshard.layers.call_arguments import OUTSIDE, PARAMETER, VARIABLE, Arguments
 from jshard.layers.layer import built_arrays
 from jshard.layers.linen import check_nothing_looks_like_parameters, has_params, is_callable_tree, trees_of_parameters
 from jshard.layers.partition import Input, Microbatches, Program
-from jshard.layers.partition.part import whole
+from jshard.layers.partition.planner import whole
 from jshard.layers.pipeline import Pipelined, PipelinedPieces
 from jshard.layers.program_claims import program_claims
 from jshard.layers.recording import Taken, recorder
-from jshard.layers.roles import Placed
 from jshard.layers.uncreated import created
 from jshard.layers.user_code_errors import check_mesh_is_known, check_numbers, in_own_words, of_transformation
 from jshard.layers.written_back import WrittenBack
@@ -63,11 +62,10 @@ _recent: collections.deque[Program] = collections.deque(maxlen=256)  # alive, as
 _numbers = itertools.count()
 
 
-def placements(jaxpr: Jaxpr) -> dict[str, Placed]:
-    """Return how parameters lie, by path, in the programs that a trace calls. Calls outside the trace change nothing."""
+def programs_in(jaxpr: Jaxpr) -> list[Program]:
+    """Return the programs that a trace calls. Calls outside the trace change nothing."""
     numbers = dict.fromkeys(said(eqn.source_info.name_stack.stack, "program") for eqn in equations(jaxpr))
-    programs = filter(None, map(_programs.get, numbers))
-    return {path: placed for program in programs for path, placed in program.placed.items()}
+    return [program for number in numbers if (program := _programs.get(number)) is not None]
 
 
 class Call:
@@ -134,7 +132,6 @@ class Call:
     def _run(self) -> Any:
         arrays = self.placed(every=True)
         operands = self.operands(arrays)
-        self.program.find_out_axes(self.out.compiled, operands)
         pairs = zip(arrays, self.arrays, self.described, strict=True)
         moved = [x for x, before, array in pairs if x is not before and array.path]
         if moved and not any(isinstance(x, Tracer) for x in moved):  # a gradient would lie as the parameter did before
@@ -178,7 +175,6 @@ class Call:
                 hint=f"write jshard: {{pipeline: {{axis: {stage.mesh_axis}}}, train: {{microbatches: 4}}}}",
             )
         by_pieces = _pipelined_pieces if self.program.pieces is not None else _pipelined
-        self.program.find_out_axes()
         run = (by_pieces if by_schedule else _microbatches)(self.program, parameters, variables, batch).run
         xs = self.operands(self.placed(every=True))
         rows = [x for name in self.given if name in batches for x in jax.tree.leaves(batches[name]) if _is_array(x)]
@@ -342,7 +338,7 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     ]  # fmt: skip
     jaxpr, out.consts = closed_over(jaxpr)
     inputs += [Input(_given(np.shape(x), _layout(x, s.mesh), ())) for x in out.consts]
-    program = Program(s.mesh, jaxpr, inputs, is_called=True, returns_to=out.written.returns_to)
+    program = Program(s.mesh, jaxpr, inputs, returns_to=out.written.returns_to)
     out.compiled, out.rows, out.number = jax.jit(program), row, str(next(_numbers))
     _programs[out.number] = program
     _recent.append(program)

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
 from jax.extend import core
 
 T = TypeVar("T")
-Eqn = core.JaxprEqn
 ClosedJaxpr = core.ClosedJaxpr
 Atom = core.Var | core.Literal
 Jaxpr = core.Jaxpr | core.ClosedJaxpr  # open or closed
 Shaped = jax.Array | np.ndarray | jax.ShapeDtypeStruct  # an array, or the shape of one
+
+
+class Eqn(Protocol):
+    """One equation of a jaxpr, as `jax.extend.core.JaxprEqn`."""
+
+    primitive: Any
+    params: dict[str, Any]
+    invars: list[Any]
+    outvars: list[Any]
+    source_info: Any
+
+    @property
+    def replace(self) -> Callable[..., Any]: ...
+
 
 # Primitives that call a jaxpr on their operands one by one, and the parameter that holds it.
 CALLS = {

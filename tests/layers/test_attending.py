@@ -6,7 +6,6 @@ import collections
 import functools
 import itertools
 import math
-import types
 
 import jax
 import jax.numpy as jnp
@@ -243,10 +242,9 @@ def test_a_ring_costs_its_formula(how, forward, backward):
     ],
 )
 def test_heads_stay_split_where_each_device_has_the_keys_of_its_own(heads, key_heads, count, split):
-    run = types.SimpleNamespace(sizes={"kv": 4, "group": 2, "ring": 2})
     q = Part((2, 16, 24, 4), ((), ("ring",), heads, ()))
     k = Part((2, 16, count, 4), ((), (), key_heads, ()))
-    found = ring_attention._split(run, q, k)
+    found = ring_attention._split(q, k, {"kv": 4, "group": 2, "ring": 2})
     assert (found.places, (found.heads, found.key_heads)) == (("ring",), split)
 
 

@@ -17,6 +17,7 @@ import jshard
 from jshard.kernels import select_algorithm
 from jshard.layers import partition
 from jshard.layers.partition import part
+from jshard.layers.partition.value import Parameter, Value
 from jshard.layouts.layout import Layout
 from jshard.programs.jaxprs import equations
 from jshard.signals.claims import Claim
@@ -226,8 +227,10 @@ def test_a_part_is_gathered_ahead_and_again_where_that_is_said(case):
     one = part.Part((8, 8), ((), ()), X, rest=(D, ()) if is_stored else None, signal=signal)
     assert [one.prefetches, one.regathers] == expected
     assert not one.renewed(X.astype(int)).prefetches and not dataclasses.replace(one, signal=None).prefetches
-    undecided = part.Parameter("w", Claim(signal, "**"), (8, 8), SIZES, [None, None], lambda: None)
-    assert is_stored or not dataclasses.replace(one, parameter=undecided).prefetches
+    undecided = Parameter("w", Claim(signal, "**"), (8, 8), SIZES, [None, None])
+    value = Value((8, 8), ((), ()), X.dtype, signal, (D, ()) if is_stored else None)
+    assert value.prefetches == one.prefetches
+    assert not dataclasses.replace(value, parameter=undecided).prefetches
 
 
 def test_what_varies_already_is_itself(mesh):

@@ -67,7 +67,6 @@ def words(layers="equal", *, edges=True, pipeline=(), mesh=(), first=(), up=()):
 
 def made(f=loss, *, depth=LAYERS, kind=Pipelined, model=Model, given=(X,)):
     call = Call(f, (model(depth, rngs=nnx.Rngs(0)), *given), {})
-    call.program.find_out_axes()
     return kind(
         call.program, *([n for n, each in enumerate(call.kinds) if each == of] for of in (PARAMETER, VARIABLE, OUTSIDE))
     )

@@ -357,11 +357,6 @@ def test_a_module_that_is_created_in_a_call_is_a_sentence():
     )
 
 
-def test_how_results_are_split_is_left_to_the_trace_of_the_call():
-    jshard.load({"jshard": MESH, "a": WORDS})
-    assert Call(of_params, (zeros(3), {"first": {"second": zeros(8)}}), {}).program.out_axes is None
-
-
 def test_a_precision_holds_for_what_was_traced_without_one_and_ends():
     jshard.load({"jshard": MESH, "a": WORDS})
 

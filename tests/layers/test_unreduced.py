@@ -11,9 +11,10 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.layers.partition.engine import Partition
-from jshard.layers.partition.part import Part
-from jshard.layers.partition.unreduced import Step, unreduced
+from jshard.layers.partition.planner import Planner
+from jshard.layers.partition.run import Run
+from jshard.layers.partition.unreduced import Ran, unreduced
+from jshard.layers.partition.value import Value
 
 MOVES = ("all_gather", "all_to_all", "permute", "reduce_scatter")
 ROWS = np.random.default_rng(0).normal(size=(8, 16, 16)).astype(np.float32)
@@ -124,7 +125,6 @@ def moved(step, *args):
     return found
 
 
-@pytest.mark.quick("8-False-True")
 @pytest.mark.parametrize(("features", "times", "is_gathered"), [
     (4, False, False),  # the sums of rows, kernel and bias are 592 numbers, and a gather is 1,024
     (6, True, False),  # 880: numbers have no gradient
@@ -164,20 +164,23 @@ class Sum(nnx.Module):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(("words", "traces"), [
-    ({}, 2),  # where parameters lie, and the program itself
-    ({"column": "tensor"}, 3),  # what that finds to vary makes it another program
-    ({"column": "tensor", "sequence": "tensor"}, 3),  # it is looked for before, where `sequence` makes it likely
-])  # fmt: skip
+@pytest.mark.parametrize("words", [{}, {"column": "tensor"}, {"column": "tensor", "sequence": "tensor"}])
 @pytest.mark.parametrize("is_placed", [False, True])
-def test_a_program_is_traced_no_more_often_than_it_takes(words, traces, is_placed, monkeypatch):
-    seen, rule = [], Partition.rule
+def test_a_program_is_planned_twice_and_traced_once(words, is_placed, monkeypatch):
+    """Planned to find where parameters lie, and as it runs on them."""
+    seen = collections.Counter()
 
-    def counted(run, eqn, parts):
-        seen.extend(["sin"] * (eqn.primitive.name == "sin"))
-        return rule(run, eqn, parts)
+    def counted(cls):
+        equation = cls.equation
 
-    monkeypatch.setattr(Partition, "rule", counted)
+        def count(self, eqn, *args):
+            seen[cls] += eqn.primitive.name == "sin"
+            return equation(self, eqn, *args)
+
+        monkeypatch.setattr(cls, "equation", count)
+
+    counted(Planner)
+    counted(Run)
     made, rows = Sum(nnx.Rngs(0)), ROWS[..., :4]
     loss = lambda model, x: jnp.square(model(x)).mean()
     jshard.unload()
@@ -189,7 +192,7 @@ def test_a_program_is_traced_no_more_often_than_it_takes(words, traces, is_place
     step = nnx.value_and_grad(sharded)
     value = sharded(made, rows) if is_placed else alone[0]
     got = value, nnx.jit(step)(made, rows)
-    assert len(seen) == traces
+    assert seen == {Planner: 2, Run: 1}
     for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(got), strict=True):
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-4 * float(np.abs(one).max()))
     sharded(made, rows)  # the parameters are where they rest
@@ -197,11 +200,11 @@ def test_a_program_is_traced_no_more_often_than_it_takes(words, traces, is_place
 
 
 def part(size, *axes, dtype=np.float32, **more):
-    return Part((size,), (axes,), np.zeros(size, dtype), **more)
+    return Value((size,), (axes,), np.dtype(dtype), **more)
 
 
 def number(size):
-    return Part((size,), ((),), make=lambda axes, names: np.zeros(size, np.float32))
+    return Value((size,), ((),), np.dtype(np.float32), recipe=lambda axes, names: None)
 
 
 SIZES, OVER = {"data": 2, "tensor": 4}, frozenset({"tensor"})
@@ -219,10 +222,10 @@ def marked(size, beside=(), *, rows=(), first=(), used=None, ends=(), needed=(),
     x, y, z = part(2), part(size, "data"), part(size, "data", "tensor")
     cut = [(y, z.axes, OVER)]
     moves = [(y, (axes,), OVER) for axes in needed]
-    steps = [*first, Step("made", not opaque, [x, *beside], [y], [(x, (("tensor",),), OVER)] * opaque)]
+    steps = [*first, Ran("made", not opaque, [x, *beside], [y], [(x, (("tensor",),), OVER)] * opaque)]
     if used is not None:
-        steps.append(Step("used", not moves, [y], [used], moves))
-    steps.append(Step("added", True, [y, part(size, "data", "tensor")], [z], cut + moves))
+        steps.append(Ran("used", not moves, [y], [used], moves))
+    steps.append(Ran("added", True, [y, part(size, "data", "tensor")], [z], cut + moves))
     found = unreduced(steps, [x, *rows], [z, *ends], sizes)
     return {key: {at: set(over) for at, over in each.items()} for key, each in found.items()}
 
@@ -238,7 +241,7 @@ def test_what_saves_a_number_varies(case):
 
 def test_what_saves_a_number_varies_behind_what_is_made_of_parameters_alone():
     made = part(4)
-    first = [Step("sin", True, [part(4)], [made], [])]
+    first = [Ran("sin", True, [part(4)], [made], [])]
     assert marked(18, [made], first=first) == BOTH
     assert marked(16, [made], first=first) == {}
 
@@ -278,9 +281,9 @@ def test_each_way_in_which_it_is_needed_counts_once():
 def test_what_is_needed_whole_counts_twice(size, saves):
     x, u, v, z = part(2), part(6, "data"), part(6, "data"), part(6, "data", "tensor")
     steps = [
-        Step("made", True, [x, part(size)], [u], []),  # to sum these costs 4 numbers and `size` more
-        Step("used", True, [u], [v], [(u, (("data",),), OVER)]),  # 2 x 3 numbers
-        Step("added", True, [v, part(6, "data", "tensor")], [z], [(v, z.axes, OVER)]),  # 3
+        Ran("made", True, [x, part(size)], [u], []),  # to sum these costs 4 numbers and `size` more
+        Ran("used", True, [u], [v], [(u, (("data",),), OVER)]),  # 2 x 3 numbers
+        Ran("added", True, [v, part(6, "data", "tensor")], [z], [(v, z.axes, OVER)]),  # 3
     ]
     assert [*unreduced(steps, [x], [z], SIZES)] == (["made", "used", "added"] if saves else [])
 

@@ -16,6 +16,8 @@ from jshard.inspect.ledger.jaxpr_walk import walk
 from jshard.inspect.ledger.memory import KINDS, Resident
 from jshard.inspect.ledger.serialize import caused_document, document_of, entry_of, line_document
 from jshard.inspect.ledger.unsplit import Unsplit
+from jshard.inspect.ledger.why import why
+from jshard.layers.partition import Program
 from jshard.layers.roles import Placed
 from jshard.printing.table import Block, Rows, Shown, as_text
 from jshard.printing.units import exact_size
@@ -38,11 +40,16 @@ class Ledger(Shown):
     left: tuple[Left, ...] = ()  # what the compiler moves and nobody asked for; not in the sums
     memory: tuple[Resident, ...] = ()  # what a training step holds between steps; empty where there is no optimizer
     placed: Mapping[str, Placed] = dataclasses.field(default_factory=dict, repr=False, compare=False)  # by path
+    programs: tuple[Program, ...] = dataclasses.field(default=(), repr=False, compare=False)  # that were planned
     claims: tuple[Claimed, ...] = ()  # what the claims of a model say, and how its parameters lie
     unsplit: tuple[Unsplit, ...] = ()  # parameters that lie whole under a signal that would split them
     is_auto: bool = False  # whether arrays lie on Auto axes, where the compiler adds collectives of its own
     compiler: str = ""  # the one that was asked which: XLA for CPU; their lines are among `lines`
     stages: tuple[Staged, ...] = ()  # the schedules of the pipelines that it runs
+
+    def why(self, word: str) -> str:
+        """Say why a parameter (`blocks/*/up/kernel`) lies as it does, or how the equations of a line (`model.py:31`) run."""
+        return why(self.claims, self.programs, word)
 
     @property
     def total(self) -> int:
@@ -187,6 +194,7 @@ class Ledger(Shown):
         return cls(
             **{key: tuple(entry_of(kind, each) for each in document.get(key, ())) for key, kind in kinds.items()},
             placed={},
+            programs=(),
             is_auto=document.get("is_auto", False),
             compiler=document.get("compiler", ""),
             stages=tuple(map(Staged.of, document.get("stages", ()))),

@@ -24,7 +24,7 @@ from jshard.inspect.ledger.memory import at_rest
 from jshard.inspect.ledger.unsplit import unsplit
 from jshard.layers.layer import model_arrays
 from jshard.layers.linen import positional_names
-from jshard.layers.sharded_call import placements
+from jshard.layers.sharded_call import programs_in
 from jshard.layers.sharding import as_placed
 from jshard.layers.user_code_errors import as_user_error
 from jshard.layouts.mesh import is_explicit, present_mesh
@@ -43,7 +43,8 @@ def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = N
     ledger = read(jaxpr)
     models = [node for node in nodes if isinstance(node, nnx.Module)]
     modules = {tuple(map(str, path)): each for model in models for path, each in nnx.iter_modules(model)}
-    placed = placements(jaxpr)  # what no word splits of these is told beside its claim
+    programs = programs_in(jaxpr)
+    placed = {path: each for program in programs for path, each in program.placed.items()}
     inner = {*map(below, placed)}
     names = [None if "/".join(name or ()) in inner else name for name in traced.parameters]
     by_path = zip(traced.paths, traced.arrays, strict=True)
@@ -56,6 +57,7 @@ def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = N
         unused=tuple(Unused(signal.place, signal.name) for signal in unused({*scopes_in(jaxpr), *under})),
         memory=at_rest(nodes) if any(isinstance(node, nnx.Optimizer) for node in nodes) else (),
         placed=placed,
+        programs=tuple(programs),
         claims=claimed(
             ((traced.argument(each), each.words, array, each.annotation) for each, array in parameters_first), placed
         ),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
-from jshard.layers.partition.part import Part
+from jshard.layers.partition.planner import PlanRule
+from jshard.layers.partition.run import Rule
 
 by_hand_p = Primitive("by_hand")
 by_hand_p.multiple_results = True
@@ -29,11 +30,18 @@ def _batched(xs: Any, axes: Any, *, jaxpr: Any, rule: Any) -> Any:
 batching.primitive_batchers[by_hand_p] = _batched
 
 
-def by_hand(whole: Callable[..., Any], rule: Callable[..., list[Part]]) -> Callable[..., list[Array]]:
+class HandRule(NamedTuple):
+    """How `jshard.shard` plans and runs a function."""
+
+    plan: PlanRule
+    run: Rule
+
+
+def by_hand(whole: Callable[..., Any], rule: HandRule) -> Callable[..., list[Array]]:
     """Return `whole`, a function of global arrays in plain JAX that returns a tuple, as one equation of a traced program.
 
-    On one device, and where a program is left to XLA, the equation is that function; `jshard.shard` runs
-    `rule(run, eqn, parts)`, which returns a part for each result. The equation has no derivative: a function that has is two
+    On one device, and where a program is left to XLA, the equation is that function; `jshard.shard` plans and runs its rule.
+    The equation has no derivative: a function that has is two
     of these, forward and backward, in a `jax.custom_vjp`. Under `jax.vmap` it is plain JAX.
     """
 
@@ -43,8 +51,5 @@ def by_hand(whole: Callable[..., Any], rule: Callable[..., list[Part]]) -> Calla
     return call
 
 
-def _rule(run: Any, eqn: Any, parts: list[Part]) -> list[Part]:
-    return eqn.params["rule"](run, eqn, parts)
-
-
-RULES = {"by_hand": _rule}
+PLANS: dict[str, PlanRule] = {"by_hand": lambda plan, eqn, values: eqn.params["rule"].plan(plan, eqn, values)}
+RULES: dict[str, Rule] = {"by_hand": lambda run, eqn, parts, step: eqn.params["rule"].run(run, eqn, parts, step)}

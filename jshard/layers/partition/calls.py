@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,18 +16,219 @@ from jax import Array, lax
 from jax.extend.core import Var
 
 from jshard.errors import JShardError
-from jshard.kernels.invariant_cast import set_varying
-from jshard.layers.partition.engine import Partition, Rule, SomeLayers, traced_whole
 from jshard.layers.partition.part import Part, vary
+from jshard.layers.partition.plan import Plan, Remat, Step
+from jshard.layers.partition.planner import Planned, Planner, PlanRule, number, traced_whole
 from jshard.layers.partition.prefetch import is_smooth, padded, scan_ahead, smooth
 from jshard.layers.partition.readers import is_one_turn
+from jshard.layers.partition.run import Rule, Run, SomeLayers
 from jshard.layers.partition.stages import in_turn
 from jshard.layers.partition.ticks import zeros_like_result
+from jshard.layers.partition.value import Value, regathers
 from jshard.layers.remat import CHUNK, recomputed
 from jshard.layouts.primitives import ELEMENTWISE
 from jshard.layouts.redistribution import Axes
-from jshard.programs.jaxprs import CALLS, CHECKPOINTS, bare, called, equations, holds, part_of, scanned, variables
+from jshard.programs.jaxprs import CALLS, CHECKPOINTS, Eqn, bare, called, equations, holds, part_of, scanned, variables
 from jshard.programs.provenance import scope, source_of
+from jshard.signals.signal import Signal
+
+ONE_TURN, AHEAD, TANGENTS = "one turn", "gathered ahead", "tangents"
+
+# -- plans --
+
+
+def _plan_anew(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    made, inside = plan.program(eqn.params["jaxpr"], [plan.array(value).inside() for value in values])
+    return [plan.force(value).outside() for value in made], Step(inside=(inside,))
+
+
+def _plan_scan(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    """What is carried is split as it goes in, or further as the loop leaves it; the axis that one goes along is whole, or split
+    over the stages of a pipeline, which run one after the other."""
+    jaxpr, (count, carried) = eqn.params["jaxpr"], scanned(eqn)
+    values = [plan.array(value) for value in values]
+    consts, carry, over = values[:count], values[count : count + carried], values[count + carried :]
+    if is_one_turn(eqn) and not any(value.signal for value in over):
+        return _plan_one_turn(plan, eqn, [*consts, *carry], over)
+    lead = () if plan.stage is None or eqn.params["reverse"] else (plan.stage.mesh_axis,)
+    lead = lead if any(value.axes[0] == lead for value in over) else ()
+    over = [_plan_led_by(plan, value, lead) for value in over]
+    consts = [value.outside() for value in consts] if lead else consts
+    for value in over:
+        if value.is_undecided and value.parameter is not None and value.of[0] is not None:
+            value.parameter.roles[value.of[0]] = "scan"
+
+    def body(axes: list[Axes]) -> tuple[list[Value], Plan]:
+        state = [Value(value.shape, a, value.dtype) for value, a in zip(carry, axes, strict=True)]
+        made, inside = plan.program(jaxpr, [*(v.inside() for v in consts), *state, *(v.one_turn() for v in over)])
+        made[carried:] = [plan.force(value) for value in made[carried:]]
+        for value, a in zip(made, axes, strict=False):
+            plan.need(value, a)
+        return made, inside
+
+    axes, made, inside = _settled([plan.force(value).axes for value in carry], consts, body)
+    _needed_before(plan, consts)
+    for value, a in zip(carry, axes, strict=True):
+        plan.need(value, a)
+    results = [Value(value.shape, a, value.dtype) for value, a in zip(carry, axes, strict=True)]
+    for variable, value in zip(eqn.outvars[carried:], made[carried:], strict=True):
+        results.append(Value(tuple(variable.aval.shape), (lead, *value.axes), value.dtype))
+    ahead = any(value.prefetches for value in over)
+    if ahead:
+        _check_ahead(eqn, next(value.signal for value in over if value.prefetches))
+    regather = not holds(jaxpr, CHECKPOINTS) and _keeps_no_parameter(over)
+    how, remat = AHEAD if ahead else "", _remat_of(over)
+    return results, Step(how, inside=(inside,), carried=tuple(axes), lead=lead, remat=remat, regather=regather)
+
+
+def _check_ahead(eqn: Eqn, signal: Signal | None) -> None:
+    """Refuse to gather the layers of a loop one ahead where the model says how several of them run."""
+    assert signal is not None
+    if eqn.params["unroll"] >= 2:
+        raise JShardError(
+            f"{signal} says store.prefetch ({signal.at('store.prefetch')}) for layers of which {eqn.params['unroll']} are one "
+            f"turn of their loop ({source_of(eqn)})",
+            hint="remove `unroll`, or store.prefetch: one layer is gathered ahead",
+        )
+    if holds(eqn.params["jaxpr"], CHECKPOINTS):
+        raise JShardError(
+            f"{signal} says store.prefetch ({signal.at('store.prefetch')}) for layers that say themselves what is computed "
+            f"anew ({source_of(eqn)})",
+            hint="remove one: of layers that are gathered ahead their input is kept, and what `remat` says",
+        )
+
+
+def _keeps_no_parameter(over: Sequence[Value]) -> bool:
+    """Whether the backward pass marks the layers' parameters again, as it gathers them: kept, they would be stacked anew."""
+    signals = [value.signal for value in over if value.signal is not None]
+    return any(regathers(value.signal, value.rest) for value in over) or (
+        bool(signals) and not any(each.store_keep for each in signals)
+    )
+
+
+def _remat_of(over: Sequence[Value]) -> Remat:
+    """What the signals of the layers' parameters say is computed anew, which has to be one thing."""
+    said = {v.signal.remat: v.signal for v in over if v.signal is not None and v.signal.remat}
+    if len(said) > 1:
+        one, other, *_ = said.values()
+        raise JShardError(
+            f"{one} and {other} ({other.at('remat')}) say different remat for the layers of one loop",
+            hint="give both the same: the layers of a loop are computed anew as a whole",
+        )
+    return next(iter(said), "")
+
+
+def _plan_one_turn(plan: Planner, eqn: Eqn, given: Sequence[Value], over: Sequence[Value]) -> Planned:
+    """Plan a loop of one turn: what it closes over is read as anywhere else."""
+    each = [_plan_led_by(plan, value, ()).one_turn() for value in over]
+    made, inside = plan.program(eqn.params["jaxpr"], [*given, *each])
+    _, carried = scanned(eqn)
+    left = zip(eqn.outvars[carried:], [plan.force(value) for value in made[carried:]], strict=True)
+    stacked = [Value(tuple(v.aval.shape), ((), *value.axes), value.dtype) for v, value in left]
+    return [*made[:carried], *stacked], Step(ONE_TURN, inside=(inside,))
+
+
+def _plan_led_by(plan: Planner, value: Value, lead: tuple[str, ...]) -> Value:
+    lies = value.axes if value.rest is None else value.rest
+    return value if lies[0] == lead else plan.place(value, (lead, *value.axes[1:]))
+
+
+def _settled(
+    axes: list[Axes], consts: Sequence[Value], body: Callable[[list[Axes]], tuple[list[Value], Plan]]
+) -> tuple[list[Axes], list[Value], Plan]:
+    """Split what is carried as the body leaves it, where that is split further, until it stays so."""
+    for _ in range(3):
+        made, inside = body(axes)
+        after = [new.axes if _finer(old, new.axes) else old for old, new in zip(axes, made, strict=False)]
+        if after == axes:
+            return axes, made, inside
+        axes = after
+        for value in consts:
+            value.within.clear()
+    return axes, *body(axes)
+
+
+def _finer(old: Axes, new: Axes) -> bool:
+    return old != new and all(b[: len(a)] == a for a, b in zip(old, new, strict=True))
+
+
+def _needed_before(plan: Planner, values: Sequence[Value]) -> None:
+    """Need before a loop what each turn would: else each turn has a collective, or one in its gradient."""
+    for value in values:
+        value.settle()
+        inside = list(value.all_within())
+        for axes, names in dict.fromkeys(key for each in inside for key in each.needed):
+            plan.need(value, axes, names)
+        for key in dict.fromkeys(key for each in inside for key in each.casts):
+            cast = value.cast(*key)
+            cast.within = [each.casts[key] for each in inside if key in each.casts]
+            _needed_before(plan, [cast])
+
+
+def _plan_while(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    asked, values = eqn.params, [plan.array(value) for value in values]
+    of_test, of_body = asked["cond_nconsts"], asked["body_nconsts"]
+    test_consts, consts, carry = values[:of_test], values[of_test : of_test + of_body], values[of_test + of_body :]
+
+    def body(axes: list[Axes]) -> tuple[list[Value], Plan]:
+        made, inside = plan.program(asked["body_jaxpr"], [*(value.inside() for value in consts), *state(axes)])
+        for value, a in zip(made, axes, strict=True):
+            plan.need(value, a)
+        return made, inside
+
+    def state(axes: list[Axes]) -> list[Value]:
+        return [Value(value.shape, a, value.dtype) for value, a in zip(carry, axes, strict=True)]
+
+    axes, _, inside = _settled([plan.force(value).axes for value in carry], consts, body)
+    _needed_before(plan, consts)
+    for value, a in zip(carry, axes, strict=True):
+        plan.need(value, a)
+    (found,), test = plan.program(asked["cond_jaxpr"], [*(value.outside() for value in test_consts), *state(axes)])
+    plan.need(found, ())
+    return state(axes), Step(inside=(test, inside), carried=tuple(axes))
+
+
+def _plan_cond(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    """All branches leave their results as the first does."""
+    index, *given = [plan.force(value) for value in values]
+    plans, axes = [], None
+    for branch in eqn.params["branches"]:
+        made, inside = plan.program(branch, [value.outside() for value in given])
+        made = [plan.force(value) for value in made]
+        axes = axes or [value.axes for value in made]
+        for value, a in zip(made, axes, strict=True):
+            plan.need(value, a)
+        plans.append(inside)
+    if eqn.params.get("branches_platforms") is None:
+        plan.need(index, ())
+    results = zip(eqn.outvars, axes or (), strict=True)
+    return [Value(tuple(v.aval.shape), a, v.aval.dtype) for v, a in results], Step(inside=tuple(plans))
+
+
+def _plan_own_derivative(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    """Plan the function itself. Its derivative is planned when JAX asks for it."""
+    shapes = {(value.shape, value.axes) for value in values if value.shape}
+    primitives = {each.primitive.name for each in equations(called(eqn))}
+    by_tangents = not primitives - ELEMENTWISE - CALLS.keys() and len(shapes) <= 1
+    pairs = list(zip(values, eqn.invars, strict=True))
+    values = [plan.force(value).outside() if isinstance(atom, Var) else value for value, atom in pairs]
+    made, inside = plan.program(called(eqn), values)
+    # what moves an operand can't be transposed, as a rule for tangents is
+    return [plan.force(value).outside() for value in made], Step(TANGENTS if by_tangents else "", inside=(inside,))
+
+
+def _plan_dropped(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    """A placement in the model's own code: the configuration says how arrays lie."""
+    return list(values), Step()
+
+
+def _plan_refused(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    if plan.is_first:
+        return [number(variable.aval) for variable in eqn.outvars], Step()
+    raise own_devices(source_of(eqn), eqn.primitive.name)
+
+
+# -- runs --
 
 
 def _alike(part: Part, x: Any) -> Part:
@@ -42,20 +244,19 @@ def _within(part: Part, x: Any) -> Part:
     return inside
 
 
-def _before(run: Partition, parts: Sequence[Part]) -> None:
+def _before(run: Run, parts: Sequence[Part], claim: Signal | None) -> None:
     """Gather, cut and mark what each turn of a loop would, once and before it: else each turn has a collective, or one in its
     gradient."""
     for part in parts:
-        part.settle()
         with contextlib.nullcontext() if part.signal is None else scope(claim=part.signal.name):
             for each in _inside(part):
                 for axes, names in each.cache:
                     if isinstance(axes, tuple):  # else what was made of it is remembered
-                        run.local(part, axes, names)
+                        run.local(part, axes, claim, names)
             for key in dict.fromkeys(key for each in _inside(part) for key in each.casts):
                 cast = part.follow([key])
                 cast.within = [each.casts[key] for each in _inside(part) if key in each.casts]
-                _before(run, [cast])
+                _before(run, [cast], claim)
 
 
 def _inside(part: Part) -> Iterator[Part]:
@@ -64,29 +265,30 @@ def _inside(part: Part) -> Iterator[Part]:
         yield from _inside(each)
 
 
-def _made(run: Partition, part: Part) -> Part:
+def _made(run: Run, part: Part, step: Step) -> Part:
     """What can go into another trace: an array. A stored parameter stays at rest, and is gathered where it is used."""
-    return part if part.make is None else run.force(part)
+    return part if part.make is None else run.force(part, step.claim)
 
 
-def _like(run: Partition, parts: Sequence[Part], axes: Sequence[Axes]) -> list[Array]:
-    return [run.place(part, each).x for part, each in zip(parts, axes, strict=True)]
+def _like(run: Run, parts: Sequence[Part], axes: Sequence[Axes], claim: Signal | None) -> list[Array]:
+    return [run.place(part, each, claim).x for part, each in zip(parts, axes, strict=True)]
 
 
-def _checkpoint(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+def _checkpoint(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
     how = {"prevent_cse": eqn.params["prevent_cse"], "policy": eqn.params["policy"]}
-    return _anew(run, eqn, parts, lambda body: jax.checkpoint(body, **how))
+    return _anew(run, eqn, parts, step, lambda body: jax.checkpoint(body, **how))
 
 
-def _regathered(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
-    return _anew(run, eqn, parts, lambda body: recomputed(body, "", regather=True))
+def _regathered(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+    return _anew(run, eqn, parts, step, lambda body: recomputed(body, "", regather=True))
 
 
-def _anew(run: Partition, eqn: Any, parts: list[Part], wrapped: Callable[[Any], Any]) -> list[Part]:
-    parts, found = [_made(run, part) for part in parts], list[Part]()
+def _anew(run: Run, eqn: Eqn, parts: list[Part], step: Step, wrapped: Callable[[Any], Any]) -> list[Part]:
+    parts, found = [_made(run, part, step) for part in parts], list[Part]()
 
     def body(*xs: Array) -> list[Array]:
-        found[:] = map(run.force, run.run(eqn.params["jaxpr"], list(map(_within, parts, xs))))
+        made = run.run(eqn.params["jaxpr"], list(map(_within, parts, xs)), step.inside[0])
+        found[:] = [run.force(part, step.claim_behind) for part in made]
         return [part.x for part in found]
 
     return _results(wrapped(body), parts, found)
@@ -98,63 +300,50 @@ def _results(body: Callable[..., list[Array]], parts: Sequence[Part], found: lis
     return [_alike(part, x) for part, x in zip(found, outs, strict=True)]
 
 
-def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
-    """What is carried is split as it goes in, or further as the loop leaves it; the axis that one goes along is whole, or split
-    over the stages of a pipeline, which run one after the other."""
-    asked, jaxpr = eqn.params, eqn.params["jaxpr"]
+def _scan(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+    asked, jaxpr, axes, lead = eqn.params, eqn.params["jaxpr"], step.carried, step.lead
     count, carried = scanned(eqn)
-    parts = [_made(run, part) for part in parts]
+    parts = [_made(run, part, step) for part in parts]
     consts, carry, over = parts[:count], parts[count : count + carried], parts[count + carried :]
-    if is_one_turn(eqn) and not any(part.signal for part in over):
-        return _one_turn(run, eqn, [*consts, *carry], over)
-    lead = () if run.stage is None or asked["reverse"] else (run.stage.mesh_axis,)
-    lead = lead if any(part.axes[0] == lead for part in over) else ()
-    over = [_led_by(run, part, lead) for part in over]
+    if step.how == ONE_TURN:
+        return _one_turn(run, eqn, [*consts, *carry], over, step)
+    over = [_led_by(run, part, lead, step) for part in over]
     if lead:  # else gradients would be summed over stages where one stage is at work
-        parts[:count] = [_alike(part, vary(part.x, frozenset(lead))) for part in parts[:count]]
-    for part in over:
-        if part.is_undecided and part.parameter is not None and part.of[0] is not None:
-            part.parameter.roles[part.of[0]] = "scan"
+        consts = [_alike(part, vary(part.x, frozenset(lead))) for part in consts]
     made: list[Part] = []
     inner: list[Part] = []
 
-    def step(
-        axes: list[Axes], carries: Sequence[Array], each: Sequence[Any], consts: Sequence[Array]
-    ) -> tuple[Any, Any]:
-        inner[:] = map(_within, parts[:count], consts)
+    def turn(carries: Sequence[Array], each: Sequence[Any], given: Sequence[Array]) -> tuple[Any, Any]:
+        inner[:] = map(_within, consts, given)
         inner.extend(Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True))
         inner.extend(x if isinstance(x, Part) else _one_of(part, x) for part, x in zip(over, each, strict=True))
-        made[:] = run.run(jaxpr, inner)
-        made[carried:] = map(run.force, made[carried:])
-        return _like(run, made[:carried], axes), [part.x for part in made[carried:]]
+        made[:] = run.run(jaxpr, inner, step.inside[0])
+        made[carried:] = [run.force(part, step.claim_behind) for part in made[carried:]]
+        return _like(run, made[:carried], axes, step.claim_behind), [part.x for part in made[carried:]]
 
-    axes = [part.axes for part in map(run.force, carry)]
-    axes, types = _settled(axes, lambda axes: _traced(
-        lambda *xs: step(axes, xs[count : count + carried], xs[count + carried :], xs[:count]),
-        [*(p.x for p in consts), *_like(run, carry, axes), *(p.x[0] for p in over)], made, carried))  # fmt: skip
-    consts = parts[:count]
-    _before(run, consts)
-    layer = lambda carries, each: step(axes, carries, each, [part.x for part in consts])
-    if run.only_axes and types is not None and not lead:
-        layer = lambda carries, each: ([*map(_of_type, types[:carried])], [*map(_of_type, types[carried:])])
-    length = asked["length"] // run.ways(lead)
+    start, given = _like(run, carry, axes, step.claim), [part.x for part in consts]
+    jax.make_jaxpr(turn)(
+        start, [part.x[0] for part in over], given
+    )  # tells what each turn makes of what it closes over
+    _before(run, consts, step.claim_behind)
+    layer = lambda carries, each: turn(carries, each, [part.x for part in consts])
+    length = asked["length"] // math.prod(run.sizes[name] for name in lead)
 
     def layers(carries: list[Array]) -> tuple[list[Array], list[Array]]:
-        if any(part.prefetches for part in over):
-            return _ahead(eqn, length, over, inner[count + carried :], layer, carries)
-        remat, regather = _remat_of(over), not holds(jaxpr, CHECKPOINTS) and _keeps_no_parameter(over)
-        one = recomputed(layer, remat, regather=regather, in_scan=asked["unroll"] < length)
+        if step.how == AHEAD:
+            return _ahead(eqn, length, over, inner[count + carried :], layer, carries, step.remat)
+        one = recomputed(layer, step.remat, regather=step.regather, in_scan=asked["unroll"] < length)
         how = {"length": length, "reverse": asked["reverse"], "unroll": asked["unroll"]}
         xs = [part.x for part in over]
         if run.some_layers is None or run.some_layers.loop is not eqn:
             return lax.scan(one, carries, xs, **how)
         return _first_of(one, run.some_layers, carries, xs, **how)
 
-    start = [vary(x, frozenset(lead)) for x in _like(run, carry, axes)]
-    if lead and run.stage is not None:
-        last, ys = in_turn(layers, start, *lead, **run.stage.by)
-        with scope(**run.stage.by):
-            last = [run.reduce(x, lead, "sum") for x in last]
+    start = [vary(x, frozenset(lead)) for x in start]
+    if lead:
+        last, ys = in_turn(layers, start, *lead, **run.by)
+        with scope(**run.by):
+            last = [run.reduce(x, lead, "sum", step.claim_behind) for x in last]
     else:
         last, ys = layers(start)
     results = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, last, strict=True)]
@@ -162,13 +351,12 @@ def _scan(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     return results + [Part(s, (lead, *p.axes), y) for s, p, y in zip(shapes, made[carried:], ys, strict=True)]
 
 
-def _one_turn(run: Partition, eqn: Any, given: Sequence[Part], over: Sequence[Part]) -> list[Part]:
-    """Run a loop of one turn: what it closes over is read as anywhere else."""
-    each = [_one_of(part, lax.squeeze(part.x, (0,))) for part in (_led_by(run, part, ()) for part in over)]
-    made = run.run(eqn.params["jaxpr"], [*given, *each])
+def _one_turn(run: Run, eqn: Eqn, given: Sequence[Part], over: Sequence[Part], step: Step) -> list[Part]:
+    each = [_one_of(part, lax.squeeze(part.x, (0,))) for part in (_led_by(run, part, (), step) for part in over)]
+    made = run.run(eqn.params["jaxpr"], [*given, *each], step.inside[0])
     _, carried = scanned(eqn)
     shapes = [tuple(variable.aval.shape) for variable in eqn.outvars[carried:]]
-    left = zip(shapes, map(run.force, made[carried:]), strict=True)
+    left = zip(shapes, [run.force(part, step.claim_behind) for part in made[carried:]], strict=True)
     return [*made[:carried], *(Part(shape, ((), *part.axes), part.x[None]) for shape, part in left)]
 
 
@@ -188,32 +376,18 @@ def _first_of(
     return carry, left
 
 
-def _keeps_no_parameter(over: Sequence[Part]) -> bool:
-    """Whether the backward pass marks the layers' parameters again, as it gathers them: kept, they would be stacked anew."""
-    signals = [part.signal for part in over if part.signal is not None]
-    return any(part.regathers for part in over) or (bool(signals) and not any(each.store_keep for each in signals))
-
-
 def _ahead(
-    eqn: Any, length: int, over: Sequence[Part], seen: Sequence[Part], layer: Callable[..., Any], carry: list[Array]
+    eqn: Eqn,
+    length: int,
+    over: Sequence[Part],
+    seen: Sequence[Part],
+    layer: Callable[..., Any],
+    carry: list[Array],
+    remat: Remat,
 ) -> tuple[list[Array], list[Array]]:
     """Run a loop whose layers are gathered one ahead. `seen` are the parts of a layer that has been traced: what it gathers."""
     ahead = {at: list(seen[at].gathers()) for at, part in enumerate(over) if part.prefetches}
     others = [at for at in range(len(over)) if at not in ahead]
-    signal = over[next(iter(ahead))].signal
-    remat = _remat_of(over)
-    if eqn.params["unroll"] >= 2 and signal is not None:
-        raise JShardError(
-            f"{signal} says store.prefetch ({signal.at('store.prefetch')}) for layers of which {eqn.params['unroll']} are one "
-            f"turn of their loop ({source_of(eqn)})",
-            hint="remove `unroll`, or store.prefetch: one layer is gathered ahead",
-        )
-    if holds(eqn.params["jaxpr"], CHECKPOINTS) and signal is not None:
-        raise JShardError(
-            f"{signal} says store.prefetch ({signal.at('store.prefetch')}) for layers that say themselves what is computed "
-            f"anew ({source_of(eqn)})",
-            hint="remove one: of layers that are gathered ahead their input is kept, and what `remat` says",
-        )
 
     def gather(at: int, path: Any, steps: Any, x: Any) -> Any:
         part = _one_of(over[at], x)
@@ -241,107 +415,62 @@ def _ahead(
     )  # fmt: skip
 
 
-def _remat_of(over: Sequence[Part]) -> str | tuple[str, ...]:
-    """What the signals of the layers' parameters say is computed anew, which has to be one thing."""
-    said = {part.signal.remat: part.signal for part in over if part.signal is not None and part.signal.remat}
-    if len(said) > 1:
-        one, other, *_ = said.values()
-        raise JShardError(
-            f"{one} and {other} ({other.at('remat')}) say different remat for the layers of one loop",
-            hint="give both the same: the layers of a loop are computed anew as a whole",
-        )
-    return next(iter(said), "")
-
-
-Types = Sequence[Any]  # of what the body of a loop makes
-
-
-def _traced(body: Callable[..., Any], xs: Sequence[Any], made: list[Part], carried: int) -> tuple[list[Axes], Types]:
-    """How the results that are carried are split when the body runs once; nothing of this trace stays."""
-    types = jax.make_jaxpr(body)(*xs).out_avals
-    return [part.axes for part in made[:carried]], types
-
-
-def _of_type(aval: Any) -> Array:
-    return set_varying(jnp.zeros(aval.shape, aval.dtype), aval.mat.varying)
-
-
-def _settled(
-    axes: list[Axes], once: Callable[[list[Axes]], tuple[list[Axes], Types]]
-) -> tuple[list[Axes], Types | None]:
-    """Split what is carried as the body leaves it, where that is split further; until it stays so, and has these types."""
-    for _ in range(3):
-        after, types = once(axes)
-        further = [_finer(old, new) for old, new in zip(axes, after, strict=True)]
-        if not any(further):
-            return axes, types
-        axes = [new if is_finer else old for old, new, is_finer in zip(axes, after, further, strict=True)]
-    return axes, None
-
-
-def _finer(old: Axes, new: Axes) -> bool:
-    return old != new and all(b[: len(a)] == a for a, b in zip(old, new, strict=True))
-
-
-def _led_by(run: Partition, part: Part, lead: tuple[str, ...]) -> Part:
+def _led_by(run: Run, part: Part, lead: tuple[str, ...], step: Step) -> Part:
     """The axis that a scan goes along is whole on every device, or split over stages, of a stored parameter too."""
     lies = part.axes if part.rest is None else part.rest
-    return part if lies[0] == lead else run.place(part, (lead, *part.axes[1:]))
+    return part if lies[0] == lead else run.place(part, (lead, *part.axes[1:]), step.claim)
 
 
 def _one_of(part: Part, x: Any) -> Part:
     """One of those that a scan goes along: a layer of stacked parameters is a parameter."""
     rest = part.axes if part.rest is None and part.prefetches else part.rest
     rest = None if rest is None else rest[1:]
-    return part.renewed(x, shape=part.shape[1:], axes=part.axes[1:], rest=rest, of=part.of[1:])
+    return part.renewed(x, shape=part.shape[1:], axes=part.axes[1:], rest=rest)
 
 
-def _while(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
-    asked, parts = eqn.params, [_made(run, part) for part in parts]
+def _while(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+    asked, axes, parts = eqn.params, step.carried, [_made(run, part, step) for part in parts]
     of_test, of_body = asked["cond_nconsts"], asked["body_nconsts"]
     test_consts, consts, carry = parts[:of_test], parts[of_test : of_test + of_body], parts[of_test + of_body :]
-    made: list[Part] = []
+    of_test_plan, of_body_plan = step.inside
 
-    def step(axes: list[Axes], carries: Sequence[Array], given: Sequence[Any]) -> list[Array]:
-        state = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True)]
-        made[:] = run.run(asked["body_jaxpr"], [*map(_within, consts, given), *state])
-        return _like(run, made, axes)
+    def state(carries: Sequence[Array]) -> list[Part]:
+        return [Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True)]
+
+    def body(carries: Sequence[Array], given: Sequence[Any]) -> list[Array]:
+        made = run.run(asked["body_jaxpr"], [*map(_within, consts, given), *state(carries)], of_body_plan)
+        return _like(run, made, axes, step.claim_behind)
 
     def test(carries: Sequence[Array]) -> Array:
-        state = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True)]
-        (found,) = run.run(asked["cond_jaxpr"], [*map(_alike, test_consts, [p.x for p in test_consts]), *state])
-        return run.place(found, ()).x
+        given = [*map(_alike, test_consts, [p.x for p in test_consts]), *state(carries)]
+        (found,) = run.run(asked["cond_jaxpr"], given, of_test_plan)
+        return run.place(found, (), step.claim_behind).x
 
-    axes = [part.axes for part in map(run.force, carry)]
-    axes, _ = _settled(axes, lambda axes: _traced(
-        lambda *xs: step(axes, xs[len(consts) :], xs[: len(consts)]),
-        [*(p.x for p in consts), *_like(run, carry, axes)], made, len(carry)))  # fmt: skip
-    _before(run, consts)
-    last = lax.while_loop(test, lambda c: step(axes, c, [p.x for p in consts]), _like(run, carry, axes))
-    return [Part(part.shape, a, x) for part, a, x in zip(carry, axes, last, strict=True)]
+    start, given = _like(run, carry, axes, step.claim), [part.x for part in consts]
+    jax.make_jaxpr(body)(start, given)  # tells what each turn makes of what it closes over
+    _before(run, consts, step.claim_behind)
+    last = lax.while_loop(test, lambda carries: body(carries, [part.x for part in consts]), start)
+    return state(last)
 
 
-def _cond(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
-    """All branches leave their results as the first does."""
-    index, *given = [run.force(part) for part in parts]
-    made: list[Part] = []
+def _cond(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+    index, *given = [run.force(part, step.claim) for part in parts]
 
-    def branch(jaxpr: Any, axes: list[Axes] | None) -> Callable[..., list[Array]]:
+    def branch(jaxpr: Any, plan: Plan) -> Callable[..., list[Array]]:
         def body(*xs: Array) -> list[Array]:
-            made[:] = map(run.force, run.run(jaxpr, list(map(_alike, given, xs))))
-            return [part.x for part in made] if axes is None else _like(run, made, axes)
+            made = [run.force(p, step.claim_behind) for p in run.run(jaxpr, list(map(_alike, given, xs)), plan)]
+            return _like(run, made, step.results, step.claim_behind)
 
         return body
 
-    branches, xs = eqn.params["branches"], [part.x for part in given]
-    axes, _ = _traced(branch(branches[0], None), xs, made, len(eqn.outvars))
-    bodies, by_platform = [branch(each, axes) for each in branches], eqn.params.get("branches_platforms")
+    xs, by_platform = [part.x for part in given], eqn.params.get("branches_platforms")
+    bodies = [branch(each, plan) for each, plan in zip(eqn.params["branches"], step.inside, strict=True)]
     if by_platform is None:
-        outs = lax.switch(run.place(index, ()).x, bodies, *xs)
+        outs = lax.switch(run.place(index, (), step.claim).x, bodies, *xs)
     else:  # of the others no program may be made here
         named = {name: body for names, body in zip(by_platform, bodies, strict=True) for name in names or ["default"]}
         outs = lax.platform_dependent(*xs, **named)
-    return [Part(tuple(v.aval.shape), a, x) for v, a, x in zip(eqn.outvars, axes, outs, strict=True)]
+    return [Part(tuple(v.aval.shape), a, x) for v, a, x in zip(eqn.outvars, step.results, outs, strict=True)]
 
 
 def alone(eqn: Any) -> Callable[..., list[Any]]:
@@ -355,39 +484,29 @@ def _described(parts: Sequence[Part]) -> list[Any]:
 
 
 def _own_call(
-    run: Partition, eqn: Any, parts: Sequence[Part]
+    run: Run, eqn: Eqn, parts: Sequence[Part], step: Step
 ) -> tuple[list[Part], list[Part], Callable[..., list[Array]]]:
     """The operands of a function with a derivative of its own, those that are no literals; what it runs on them, and where
     that leaves its results."""
-    parts = [run.force(part) for part, atom in zip(parts, eqn.invars, strict=True) if isinstance(atom, Var)]
+    pairs = zip(parts, eqn.invars, strict=True)
+    parts = [run.force(part, step.claim) for part, atom in pairs if isinstance(atom, Var)]
     found = list[Part]()
 
     def call(*xs: Array) -> list[Array]:
         it = iter(list(map(_alike, parts, xs)))
         args = [next(it) if isinstance(a, Var) else run.literal(a) for a in eqn.invars]
-        found[:] = map(run.force, run.run(called(eqn), args))
+        found[:] = [run.force(part, step.claim_behind) for part in run.run(called(eqn), args, step.inside[0])]
         return [part.x for part in found]
 
     return parts, found, call
 
 
-@contextlib.contextmanager
-def _near(run: Partition, claim: Any) -> Iterator[None]:
-    """JAX runs the derivative of a function when the program has been run: let the nearest claim be that of the function."""
-    before, run.nearest = run.nearest, claim
-    try:
-        yield
-    finally:
-        run.nearest = before
-
-
-def _custom_jvp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+def _custom_jvp(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
     """The derivative is the function's own, run on parts as well."""
-    primitives = {each.primitive.name for each in equations(called(eqn))}
-    if primitives - ELEMENTWISE - CALLS.keys() or len({(part.shape, part.axes) for part in parts if part.shape}) > 1:
-        return _custom_vjp(run, eqn, parts)  # what moves an operand can't be transposed, as a rule for tangents is
-    parts, found, own = _own_call(run, eqn, parts)
-    whole_call, given, count = alone(eqn), _described(parts), len(eqn.outvars)
+    if step.how != TANGENTS:
+        return _custom_vjp(run, eqn, parts, step)
+    parts, found, own = _own_call(run, eqn, parts, step)
+    whole_call, given, count, claim = alone(eqn), _described(parts), len(eqn.outvars), step.claim
 
     def both(*xs: Any) -> Any:
         primals = list(xs[: len(parts)])
@@ -397,25 +516,24 @@ def _custom_jvp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     call = jax.custom_jvp(own)
 
     @call.defjvp
-    @_near(run, run.nearest)
     def _rule(primals: Any, tangents: Any) -> Any:
         some = [Part(part.shape, part.axes, t) for part, t in zip(parts, tangents, strict=True) if is_smooth(part.x)]
         jaxpr = traced_whole(both, [*given, *smooth(given)])
-        results = run.run(jaxpr, [*map(_alike, parts, primals), *some])
-        found[:] = outs = [run.force(part) for part in results[:count]]
+        results = run.planned(jaxpr, [*map(_alike, parts, primals), *some], claim)
+        found[:] = outs = [run.force(part, claim) for part in results[:count]]
         xs = [part.x for part in outs]
-        return xs, padded(_like(run, results[count:], [part.axes for part in outs if is_smooth(part.x)]), xs)
+        return xs, padded(_like(run, results[count:], [p.axes for p in outs if is_smooth(p.x)], claim), xs)
 
     return _results(call, parts, found)
 
 
-def _custom_vjp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+def _custom_vjp(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
     """The two halves of the function's own derivative, each run on parts."""
-    parts, found, own = _own_call(run, eqn, parts)
+    parts, found, own = _own_call(run, eqn, parts, step)
     for part in parts:
         if part.asked is not None:
             part.asked.add(frozenset())  # its gradient is whole: bwd sums it
-    whole_call, given, kept = alone(eqn), _described(parts), list[Part]()
+    whole_call, given, kept, claim = alone(eqn), _described(parts), list[Part](), step.claim
     tree: Any = None
 
     def half(*xs: Any) -> Any:
@@ -427,7 +545,8 @@ def _custom_vjp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     call = jax.custom_vjp(own)
 
     def fwd(*xs: Array) -> Any:
-        results = [run.force(part) for part in run.run(traced_whole(half, given), list(map(_alike, parts, xs)))]
+        made = run.planned(traced_whole(half, given), list(map(_alike, parts, xs)), claim)
+        results = [run.force(part, claim) for part in made]
         found[:], kept[:] = results[: len(eqn.outvars)], results[len(eqn.outvars) :]
         return [part.x for part in found], [part.x for part in kept]
 
@@ -439,23 +558,15 @@ def _custom_vjp(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
 
         some = [Part(p.shape, p.axes, ct) for p, ct in zip(found, cotangents, strict=True) if is_smooth(p.x)]
         jaxpr = traced_whole(other_half, [*_described(kept), *_described(some)])
-        after = iter(run.run(jaxpr, [*residual_parts, *some]))
-        return tuple(run.place(next(after), part.axes).x if is_smooth(part.x) else None for part in parts)
+        after = iter(run.planned(jaxpr, [*residual_parts, *some], claim))
+        return tuple(run.place(next(after), part.axes, claim).x if is_smooth(part.x) else None for part in parts)
 
-    near = _near(run, run.nearest)
-    call.defvjp(near(fwd), near(bwd))
+    call.defvjp(fwd, bwd)
     return _results(call, parts, found)
 
 
-def _dropped(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
-    """A placement in the model's own code: the configuration says how arrays lie."""
+def _dropped(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
     return list(parts)
-
-
-def _refused(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
-    if run.only_looks:
-        return run.skipped(eqn)
-    raise own_devices(source_of(eqn), eqn.primitive.name)
 
 
 def own_devices(line: str, name: str) -> JShardError:
@@ -466,10 +577,17 @@ def own_devices(line: str, name: str) -> JShardError:
     )
 
 
+OWN_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+PLANS: dict[str, PlanRule] = {
+    **dict.fromkeys(("checkpoint", "remat2", "remat", "regathered"), _plan_anew),
+    **dict.fromkeys(("sharding_constraint", "reshard", "mesh_cast"), _plan_dropped),
+    **dict.fromkeys(("shard_map", "pallas_call"), _plan_refused),
+    **dict.fromkeys(OWN_DERIVATIVES, _plan_own_derivative),
+    "cond": _plan_cond, "scan": _plan_scan, "while": _plan_while,
+}  # fmt: skip
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("checkpoint", "remat2", "remat"), _checkpoint),
     **dict.fromkeys(("sharding_constraint", "reshard", "mesh_cast"), _dropped),
-    **dict.fromkeys(("shard_map", "pallas_call"), _refused),
     "cond": _cond, "custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp,
     "custom_vjp_call_jaxpr": _custom_vjp, "regathered": _regathered, "scan": _scan, "while": _while,
 }  # fmt: skip

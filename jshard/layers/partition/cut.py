@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,15 @@ import numpy as np
 from jax import Array, lax
 
 from jshard.kernels.collectives import axis_index, permute
-from jshard.layers.partition.engine import Partition, Rule, known, traced_whole
+from jshard.layers.partition.choice import choose, ways
 from jshard.layers.partition.local_sizes import ranges_of
-from jshard.layers.partition.part import Names, Part
+from jshard.layers.partition.part import Part
+from jshard.layers.partition.plan import Names, Step
+from jshard.layers.partition.planner import Planned, Planner, PlanRule, known, traced_whole
+from jshard.layers.partition.run import Rule, Run
+from jshard.layers.partition.value import Value
 from jshard.layouts.redistribution import Axes, Move
+from jshard.programs.jaxprs import Eqn
 from jshard.programs.provenance import scope
 
 
@@ -86,30 +92,71 @@ def cut(x: Array, axis: int, names: tuple[str, ...], ranges: Sequence[range], de
     return [lax.slice_in_dim(out, int(at), int(end), axis=axis) for at, end in zip(ends[:-1], ends[1:], strict=True)]
 
 
-def _cut(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+CUT = "cut"  # each device gives the others what their parts are made of
+
+
+def _plan_cut(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     """Pieces of a split axis stay split where each divides. Of others those much smaller than the array are summed, and else
     the split moves to another axis, if there is one."""
-    (part,) = parts
-    split = {axis: ranges for axis, ranges in ranges_of(eqn, part.shape).items() if part.axes[axis]}
-    if len(split) != 1 or (part.make is not None and part.signal is None):
-        return run.by_table(eqn, parts)
-    ((axis, ranges),) = split.items()
-    names = part.axes[axis]
-    devices = run.ways(names)
+    (value,) = values
+    split = _split(eqn, value)
+    if split is None or (value.is_put_off and value.signal is None):
+        return plan.by_table(eqn, values)
+    axis, ranges = split
+    names = value.axes[axis]
+    devices = ways(names, plan.sizes)
     if any(not some or len(some) % devices or some.step >= 2 for some in ranges):
-        moves = {name for some in run.choose(known(eqn), parts).values() for name in some}.issuperset(names)
-        if 2 * max(map(len, ranges)) * (devices if moves else 1) > part.shape[axis]:  # a sum has more on the wire
-            return run.by_table(eqn, parts)
-        return run.run(traced_whole(lambda x: _looked_up(eqn, x, axis, ranges), [eqn.invars[0].aval]), parts)
+        moves = {name for some in choose(known(eqn), values, plan.sizes).values() for name in some}.issuperset(names)
+        if 2 * max(map(len, ranges)) * (devices if moves else 1) > value.shape[axis]:  # a sum has more on the wire
+            return plan.by_table(eqn, values)
+        body = traced_whole(lambda x: _looked_up(eqn, x, axis, ranges), [eqn.invars[0].aval])
+        results, inside = plan.program(body, values)
+        return results, Step(body=body, inside=(inside,))
+
+    @functools.cache
+    def cut_once(others: Names) -> None:
+        plan.need(value, value.axes, others)
+
+    def piece(variable: Any) -> Value:
+        shape, dtype = tuple(variable.aval.shape), variable.aval.dtype
+        if value.signal is None:
+            cut_once(frozenset())
+            return Value(shape, value.axes, dtype)
+
+        def recipe(axes: Axes, others: Names) -> None:
+            cut_once(others)
+            plan.need(Value(shape, value.axes, dtype, value.signal), axes, others)
+
+        return Value(shape, value.axes, dtype, value.signal, recipe=recipe)
+
+    key = eqn.primitive, str(eqn.params)  # an array is cut once for all its uses, and its gradients joined once
+    if key not in value.pieces:
+        value.pieces[key] = [piece(variable) for variable in eqn.outvars]
+    return value.pieces[key], Step(CUT)
+
+
+def _split(eqn: Eqn, x: Part | Value) -> tuple[int, list[range]] | None:
+    """Return the one axis that is split and cut, and the places of each piece along it."""
+    split = [(axis, ranges) for axis, ranges in ranges_of(eqn, x.shape).items() if x.axes[axis]]
+    return split[0] if len(split) == 1 else None
+
+
+def _cut(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+    (part,), split = parts, _split(eqn, parts[0])
+    if step.how != CUT or split is None:
+        return run.by_table(eqn, parts, step)
+    axis, ranges = split
+    names = part.axes[axis]
 
     @functools.cache
     def pieces(others: Names) -> list[Array]:
-        x = run.local(part, part.axes, others)
+        x = run.local(part, part.axes, step.claim, others)
         if part.signal is None:
-            by = run.moving(tuple(Move("permute", name, axis, axis) for name in names))
+            by = run.moving(step.claim)(tuple(Move("permute", name, axis, axis) for name in names))
         else:
             by = scope(key="reduction" if names == part.signal.reduction else "column")
         with by:
+            devices = math.prod(run.sizes[name] for name in names)
             return [_as_it_lies(eqn, piece, part.axes) for piece in cut(x, axis, names, ranges, devices)]
 
     def piece(number: int, variable: Any) -> Part:
@@ -117,9 +164,8 @@ def _cut(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         there = lambda others: Part(shape, part.axes, pieces(others)[number], signal=part.signal)
         if part.signal is None:
             return there(frozenset())
-        return Part(
-            shape, part.axes, make=lambda axes, others: run.local(there(others), axes, others), signal=part.signal
-        )
+        make = lambda axes, others, moving: there(others).local(axes, others, moving)
+        return Part(shape, part.axes, make=make, signal=part.signal)
 
     key = eqn.primitive, str(eqn.params)  # an array is cut once for all its uses, and its gradients joined once
     if key not in part.cache:
@@ -144,4 +190,5 @@ def _looked_up(eqn: Any, x: Array, axis: int, ranges: Sequence[range]) -> list[A
     return [jnp.take(x, np.asarray(some), axis=axis, mode="clip") for some in ranges]
 
 
+PLANS: dict[str, PlanRule] = {"slice": _plan_cut, "split": _plan_cut}
 RULES: dict[str, Rule] = {"slice": _cut, "split": _cut}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -10,42 +11,108 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.lax import GatherScatterMode
 
-from jshard.layers.partition.engine import Partition, Rule, known, shape_of, traced_whole
+from jshard.layers.partition.choice import choose, local_size, moved_over, ways
 from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape
-from jshard.layers.partition.part import Moving, Part, moving_as
-from jshard.layers.partition.product import settle, sum_or_scatter
+from jshard.layers.partition.part import Moving, Part, moving_as, names_of
+from jshard.layers.partition.plan import PUT_OFF, Names, Step, key_of
+from jshard.layers.partition.planner import Planned, Planner, PlanRule, known, traced_whole
+from jshard.layers.partition.product import scatters, settle, sum_or_scatter
+from jshard.layers.partition.run import Rule, Run, shape_of
 from jshard.layers.partition.shape import first
+from jshard.layers.partition.value import Value
 from jshard.layouts.axes import Factors
 from jshard.layouts.primitives import LOOKUP, SCATTERS
+from jshard.layouts.redistribution import Axes
+from jshard.programs.jaxprs import Eqn
+
+AT_REST = "where the table rests"
 
 
-def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
-    by_place = _by_place(run.jaxpr, eqn)
+def _plan_gather(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    by_place = _by_place(plan.jaxpr, eqn)
     if by_place is not None:
-        return run.run(by_place, parts)
+        results, inside = plan.program(by_place, values)
+        return results, Step(body=by_place, inside=(inside,))
     found = known(eqn)
-    settle(parts, found)
-    choice = run.choose(found, parts)
-    if (answers := _where_it_rests(run, eqn, parts, found, choice)) is not None:
-        return [answers]
-    numbers, shape = eqn.params["dimension_numbers"], parts[0].shape
-    if parts[1].make is not None and _looked_up(found).isdisjoint(choice):
-        return run.later(eqn, parts, found)  # positions, say: the places are made where the rows are needed
-    choice = _moved_over(run, eqn, parts, found, choice)
-    looked_up = {
-        axis: choice[of[0]]
-        for axis, of in enumerate(found.operands[0])
-        if of[0] in _looked_up(found) and of[0] in choice
-    }
-    table, indices = run.placed(parts, found, choice)
-    if not looked_up:
-        return run.results(eqn, run.bind(eqn, [table, indices], found, choice), found, choice)
-    names = tuple(name for each in looked_up.values() for name in each)
+    settle(values, found, eqn)
+    choice = choose(found, values, plan.sizes)
+    if (there := _plan_at_rest(plan, eqn, values, found, choice)) is not None:
+        return there
+    if values[1].is_put_off and _looked_up(found).isdisjoint(choice):
+        return plan.later(eqn, values, found)  # positions, say: the places are made where the rows are needed
+    choice = _moved_over(plan, eqn, values, found, choice)
+    plan.placed(values, found, choice)
+    shape, axes = shape_of(eqn), list(axes_of(found.results[0], choice))
+    scattered = scatters(plan, eqn, axes, _names(found, choice), values[0].signal)
+    step = Step(choice=choice, scattered=tuple(scattered))
+    return [Value(shape, tuple(axes), eqn.outvars[0].aval.dtype)], step
+
+
+def _plan_at_rest(plan: Planner, eqn: Eqn, values: list[Value], found: Factors, choice: Choice) -> Planned | None:
+    """Look up the rows of all devices in the part of a stored table that each holds, some numbers of every word, and send the
+    answers to where their rows are. None where the table would be fewer bytes, or is gathered for another use anyway."""
+    table, indices = values
+    if table.rest is None or not table.is_only_looked_up:
+        return None
+    over = [tuple(name for name in rest if name not in use) for rest, use in zip(table.rest, table.axes, strict=True)]
+    names = frozenset(name for some in over for name in some)
+    answers, in_result = axes_of(found.results[0], choice), {f for of in found.results[0] for f in of}
+    stays = all(f in in_result for some, of in zip(over, found.operands[0], strict=True) if some for f in of)
+    if not stays or ways(names, plan.sizes) < 2 or not names <= {name for some in indices.axes for name in some}:
+        return None
+    if math.prod(local_shape(shape_of(eqn), answers, plan.sizes)) >= local_size(table, plan.sizes):
+        return None
+    every = _without(indices.axes, names)
+    own = plan.place(indices, indices.axes)
+    plan.have(own, every)
+    at_rest = Value(table.shape, table.rest, table.dtype, table.signal)
+    (here,), step = _plan_gather(plan, eqn, [at_rest, Value(indices.shape, every, indices.dtype)])
+    others = _without(here.axes, names)
+    target = tuple((*want, *(n for n in have if n not in want)) for want, have in zip(answers, others, strict=True))
+    plan.have(here, target)
+    step = dataclasses.replace(step, claim=plan.nearest, results=(here.axes,))
+    return [Value(here.shape, target, here.dtype)], Step(AT_REST, inside=({key_of(eqn): step},))
+
+
+def _moved_over(plan: Planner, eqn: Eqn, values: list[Value], found: Factors, choice: Choice) -> Choice:
+    """Split another axis of an array that is no parameter, where to sum what is found in it would cost more."""
+    looked_up = _looked_up(found)
+    names = {name for factor, some in choice.items() if factor in looked_up for name in some}
+    rest = {factor: some for factor, some in choice.items() if factor not in looked_up}
+    moved = moved_over(found, values, rest, plan.sizes)
+    answers = math.prod(local_shape(shape_of(eqn), axes_of(found.results[0], choice), plan.sizes))
+    is_small = local_size(values[0], plan.sizes) < 2 * answers
+    return moved if is_small and names.issubset(name for some in moved.values() for name in some) else choice
+
+
+def _without(axes: Axes, names: Names) -> Axes:
+    return tuple(tuple(name for name in some if name not in names) for some in axes)
+
+
+def _names(found: Factors, choice: Choice) -> tuple[str, ...]:
+    """Return the mesh axes that split the table where one looks up."""
+    looked_up = _looked_up(found)
+    each = [of[0] for of in found.operands[0]]
+    return tuple(name for factor in each if factor in looked_up for name in choice.get(factor, ()))
+
+
+def _gather(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+    if step.how == AT_REST:
+        return [_where_it_rests(run, eqn, parts, step)]
+    if step.how == PUT_OFF:
+        return run.later(eqn, parts, step)
+    found, numbers, shape = known(eqn), eqn.params["dimension_numbers"], parts[0].shape
+    names = _names(found, step.choice)
+    table, indices = run.placed(parts, found, step)
+    if not names:
+        return run.results(eqn, run.bind(eqn, [table, indices], found, step.choice), found, step)
+    split = enumerate(axes_of(found.operands[0], step.choice))
+    looked_up = {axis: some for axis, some in split if some and found.operands[0][axis][0] in _looked_up(found)}
     mode = GatherScatterMode.from_any(eqn.params["mode"])
     indices, here, valid = _own(run, shape, indices, numbers.start_index_map, looked_up, mode)
     # places of other devices are clipped to a row that is here: they are no longer sorted, nor each another
     at_most = {"mode": GatherScatterMode.CLIP, "indices_are_sorted": False, "unique_indices": False}
-    (out,) = run.bind(eqn, [table, indices], found, choice, **at_most)
+    (out,) = run.bind(eqn, [table, indices], found, step.choice, **at_most)
     at = [axis for axis in range(out.ndim) if axis not in numbers.offset_dims]
     beside = jnp.zeros((), out.dtype)
     if mode == GatherScatterMode.FILL_OR_DROP:  # what is outside of the table the first device says
@@ -53,44 +120,23 @@ def _gather(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
         fill = jnp.asarray(eqn.params["fill_value"], out.dtype)  # JAX's own where the program says none
         beside = jnp.where(lax.broadcast_in_dim(is_first & ~valid, out.shape, at), fill, beside)
     out = jnp.where(lax.broadcast_in_dim(here, out.shape, at), out, beside)
-    axes = list(axes_of(found.results[0], choice))
-    out = sum_or_scatter(run, out, axes, names, parts[0].signal)
+    axes = list(axes_of(found.results[0], step.choice))
+    out = sum_or_scatter(run, out, axes, names, step, parts[0].signal)
     return [Part(shape_of(eqn), tuple(axes), out)]
 
 
-def _where_it_rests(run: Partition, eqn: Any, parts: list[Part], found: Factors, choice: Choice) -> Part | None:
-    """Look up the rows of all devices in the part of a stored table that each holds, some numbers of every word, and send the
-    answers to where their rows are. None where the table would be fewer bytes, or is gathered for another use anyway."""
+def _where_it_rests(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Part:
+    """Look up the rows of all devices where the table rests, and send the answers to where their rows are."""
     table, indices = parts
-    if table.rest is None or not table.is_only_looked_up:
-        return None
-    over = [tuple(name for name in rest if name not in use) for rest, use in zip(table.rest, table.axes, strict=True)]
-    names = frozenset(name for some in over for name in some)
-    answers, in_result = axes_of(found.results[0], choice), {f for of in found.results[0] for f in of}
-    stays = all(f in in_result for some, of in zip(over, found.operands[0], strict=True) if some for f in of)
-    if not stays or run.ways(names) < 2 or not names <= {name for some in indices.axes for name in some}:
-        return None
-    if math.prod(local_shape(shape_of(eqn), answers, run.sizes)) >= run.local_size(table):
-        return None
+    assert table.rest is not None
+    names = names_of(table.rest) - names_of(table.axes)
     by_store: Moving = lambda _: moving_as(key="store")
-    without = lambda axes: tuple(tuple(name for name in some if name not in names) for some in axes)
-    own, whole = run.place(indices, indices.axes), without(indices.axes)
-    every = Part(indices.shape, whole, own.local(whole, frozenset(), by_store))
-    (found_here,) = _gather(run, eqn, [Part(table.shape, table.rest, table.x, signal=table.signal), every])
-    others = without(found_here.axes)
-    target = tuple((*want, *(n for n in have if n not in want)) for want, have in zip(answers, others, strict=True))
-    return Part(found_here.shape, target, found_here.local(target, frozenset(), by_store))
-
-
-def _moved_over(run: Partition, eqn: Any, parts: list[Part], found: Factors, choice: Choice) -> Choice:
-    """Split another axis of an array that is no parameter, where to sum what is found in it would cost more."""
-    looked_up = _looked_up(found)
-    names = {name for factor, some in choice.items() if factor in looked_up for name in some}
-    rest = {factor: some for factor, some in choice.items() if factor not in looked_up}
-    moved = run.moved_over(found, parts, rest)
-    answers = math.prod(local_shape(shape_of(eqn), axes_of(found.results[0], choice), run.sizes))
-    pays = names.issubset(name for some in moved.values() for name in some) and run.local_size(parts[0]) < 2 * answers
-    return moved if pays else choice
+    own, every = run.place(indices, indices.axes, step.claim), _without(indices.axes, names)
+    indices = Part(indices.shape, every, own.local(every, frozenset(), by_store))
+    at_rest = Part(table.shape, table.rest, table.x, signal=table.signal)
+    (here,) = _gather(run, eqn, [at_rest, indices], step.inside[0][key_of(eqn)])
+    (target,) = step.results
+    return Part(here.shape, target, here.local(target, frozenset(), by_store))
 
 
 def _looked_up(found: Factors) -> set[int]:
@@ -156,7 +202,7 @@ def _counts(jaxpr: Any, atom: Any) -> int | None:
     return None
 
 
-def _own(run: Partition, shape: Any, indices: Array, start: Any, looked_up: Any, mode: Any) -> Any:
+def _own(run: Run, shape: Any, indices: Array, start: Any, looked_up: Any, mode: Any) -> Any:
     """Count indices from this device's first row; return them, which of them are its own, and which are in the table at all."""
     inside: list[Array] = []
     valid: list[Array] = []
@@ -175,25 +221,37 @@ def _own(run: Partition, shape: Any, indices: Array, start: Any, looked_up: Any,
     return jnp.stack(columns, -1), functools.reduce(jnp.logical_and, inside) & within, within
 
 
-def _scatter(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+def _plan_scatter(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     found = known(eqn)
-    adds = eqn.primitive.name[len("scatter_") :] in ("add", "sub")
-    choice = run.choose(found, parts)
+    choice = choose(found, values, plan.sizes)
     # a table written to by places that are split is written whole: only sums of what each device writes can be joined
-    sums = [factor for factor, kind in enumerate(found.kinds) if kind == "sum"]
-    for factor in (*_looked_up(found), *(() if adds else sums)):
+    for factor in (*_looked_up(found), *(() if _adds(eqn) else _sums(found))):
         choice.pop(factor, None)
-    table, indices, updates = run.placed(parts, found, choice)
-    names = tuple(name for factor in sums for name in choice.get(factor, ()))
+    plan.placed(values, found, choice)
+    if any(factor in choice for factor in _sums(found)):
+        plan.need(values[0], axes_of(found.results[0], choice))
+    return plan.results(eqn, found, choice), Step(choice=choice)
+
+
+def _adds(eqn: Eqn) -> bool:
+    return eqn.primitive.name[len("scatter_") :] in ("add", "sub")
+
+
+def _sums(found: Factors) -> list[int]:
+    return [factor for factor, kind in enumerate(found.kinds) if kind == "sum"]
+
+
+def _scatter(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+    found = known(eqn)
+    table, indices, updates = run.placed(parts, found, step)
+    names = tuple(name for factor in _sums(found) for name in step.choice.get(factor, ()))
     if not names:
-        return run.results(eqn, run.bind(eqn, [table, indices, updates]), found, choice)
+        return run.results(eqn, run.bind(eqn, [table, indices, updates]), found, step)
     (mine,) = run.bind(eqn, [jnp.zeros_like(table), indices, updates])
-    axes = axes_of(found.results[0], choice)
-    table = run.local(parts[0], axes, frozenset())
-    return [Part(shape_of(eqn), axes, table + run.reduce(mine, names, "sum"))]
+    axes = axes_of(found.results[0], step.choice)
+    table = run.local(parts[0], axes, step.claim)
+    return [Part(shape_of(eqn), axes, table + run.reduce(mine, names, "sum", step.claim))]
 
 
-RULES: dict[str, Rule] = {
-    "gather": _gather,
-    **dict.fromkeys(SCATTERS, _scatter),
-}
+PLANS: dict[str, PlanRule] = {"gather": _plan_gather, **dict.fromkeys(SCATTERS, _plan_scatter)}
+RULES: dict[str, Rule] = {"gather": _gather, **dict.fromkeys(SCATTERS, _scatter)}

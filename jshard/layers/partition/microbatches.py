@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from jshard.layers.partition.part import Names, names_of, vary, whole
+from jshard.layers.partition.part import vary
+from jshard.layers.partition.plan import Names, names_of
+from jshard.layers.partition.planner import whole
 from jshard.layers.partition.program import Program
 from jshard.layouts.layout import Layout
 from jshard.programs.provenance import scope
@@ -85,12 +87,13 @@ class Microbatches:
 
     def _loss(self, xs: Sequence[Any], asked: Sequence[set[Names]] = ()) -> tuple[Array, list[Array]]:
         """The loss of one microbatch, and the variables behind it."""
-        run, parts = self.program.partition(), self.program.parts(xs)
+        program, run, parts = self.program, self.program.running(), self.program.parts(xs)
         for number, uses in zip(self.parameters, asked or [set() for _ in self.parameters], strict=True):
             parts[number].asked = uses
-        value, *state = run.run(self.program.jaxpr, parts)
-        kept = [run.place(part, self.program.in_axes[n]).x for part, n in zip(state, self.variables, strict=True)]
-        return run.place(value, whole(len(value.shape))).x, kept
+        value, *state = run.run(program.jaxpr, parts, program.plan)
+        place = lambda part, axes: run.place(part, axes, program.claim_behind).x
+        kept = [place(part, program.in_axes[n]) for part, n in zip(state, self.variables, strict=True)]
+        return place(value, whole(len(value.shape))), kept
 
     def _summed(self, number: int, gradient: Array) -> Array:
         claim, at_rest = self.program.inputs[number].claim, names_of(self.program.in_axes[number])
@@ -99,9 +102,9 @@ class Microbatches:
         )
         if not names:
             return gradient
-        run = self.program.partition()
-        run.nearest = None if claim is None else claim.signal
-        fields = {} if claim is None else {"claim": claim.signal.name}
-        wide = None if claim is None else claim.signal.dtype.reduce
+        signal = None if claim is None else claim.signal
+        fields = {} if signal is None else {"claim": signal.name}
+        wide = None if signal is None else signal.dtype.reduce
         with scope(**fields, phase="backward"):
-            return run.reduce(gradient.astype(wide or gradient.dtype), names, "sum").astype(gradient.dtype)
+            summed = self.program.running().reduce(gradient.astype(wide or gradient.dtype), names, "sum", signal)
+            return summed.astype(gradient.dtype)

@@ -11,7 +11,7 @@ from jax.extend.core import Literal, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.layers.partition import product
-from jshard.layers.partition.engine import STAYS
+from jshard.layers.partition.planner import STAYS
 from jshard.layouts.redistribution import Axes
 from jshard.programs.jaxprs import CALLS, bare
 from jshard.programs.provenance import placed_in

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,44 +18,18 @@ from jshard.kernels.all_reduction import pvary_summed
 from jshard.kernels.invariant_cast import over_one_device
 from jshard.kernels.select_algorithm import choose, is_psum
 from jshard.layers.gather import Gathers, Kernels, gather
+from jshard.layers.partition.plan import Names, names_of
+from jshard.layers.partition.value import prefetches, regathers
 from jshard.layers.remat import activation
-from jshard.layers.roles import Use, layout_in_use
 from jshard.layouts.redistribution import Axes, Move, move, plan_moves, take_slice
 from jshard.programs.provenance import scope
-from jshard.signals.claims import Claim
 from jshard.signals.signal import Signal
 
-Names = frozenset[str]
 # In the place of an axis: what rests is to vary over a mesh axis that crosses slices before it is gathered, so that between
 # slices the gradient of the part goes, and not of all.
 ALL = -1
 # says who asks for moves, and by which algorithms
 Moving = Callable[[tuple[Move, ...]], contextlib.AbstractContextManager[Kernels]]
-
-
-@dataclasses.dataclass(eq=False)
-class Parameter:
-    """A parameter whose place its first use decides: the roles of its axes, and how it is split by them in use."""
-
-    path: str
-    claim: Claim
-    shape: tuple[int, ...]
-    sizes: Mapping[str, int]  # of the mesh
-    roles: list[str | None]
-    equation: Callable[[], Any]  # the one that is run now
-    axes: Axes | None = None
-    told_by: Any = None  # the equation that decided
-
-    def decide(self, roles: Sequence[str | None]) -> None:
-        """Take the roles that a use gives the axes. What does not divide stays whole here: it is told with all others."""
-        self.told_by = self.told_by or self.equation()
-        self.roles = [before or role for before, role in zip(self.roles, roles, strict=True)]
-        axes = layout_in_use(self.claim.signal, self.roles, self.path, self.claim.stage).axes
-        ways = [math.prod(self.sizes[name] for name in names) for names in axes]
-        self.axes = tuple(() if n % w else names for n, names, w in zip(self.shape, axes, ways, strict=True))
-
-    def use(self) -> Use:
-        return Use(self.path, self.claim, self.shape, tuple(self.roles))
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,17 +42,14 @@ class Part:
     shape: tuple[int, ...]
     axes: Axes  # the mesh axes that split each axis, in use
     x: Any = None  # the array, unless `make` makes it
-    make: Callable[[Axes, Names], Array] | None = None
+    make: Callable[[Axes, Names, Moving], Array] | None = None
     made_of: int = 0  # of one that is put off: how many numbers, whose gradients are summed where they begin to vary
     rest: Axes | None = None  # of a stored parameter: how it rests, and `x` is
     signal: Signal | None = None  # which claims it: a parameter, or what is only cast or transposed from one
-    parameter: Parameter | None = None
-    of: tuple[int | None, ...] = ()  # the axis of the parameter that each axis is
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what uses have in common
     gathered: dict[Gathers, Array] = dataclasses.field(default_factory=dict)  # of a stored parameter
     within: list[Part] = dataclasses.field(default_factory=list)  # the same array inside loops and checkpoints
     casts: dict[Any, Part] = dataclasses.field(default_factory=dict)  # the same array in other dtypes
-    is_only_looked_up: bool = False  # of a stored parameter: nothing else reads it, so that it need not be whole
     is_multiplied_once: bool = False  # of a stored parameter: one product reads it, and nothing else
     wire: Any = None  # the dtype that it is gathered in; its gradient is scattered in its own
     uncast: Part | None = None  # of a parameter that the program casts, and whose gradient is summed in another dtype
@@ -88,38 +59,18 @@ class Part:
         assert len(self.shape) == len(self.axes), self
 
     @property
-    def is_undecided(self) -> bool:
-        return self.parameter is not None and self.parameter.axes is None
+    def dtype(self) -> Any:
+        return self.x.dtype
 
     @property
     def prefetches(self) -> bool:
         """Whether it is gathered while another layer computes, and its gradient scattered, or that of a whole one summed."""
-        smooth, signal = jnp.issubdtype(self.x.dtype, jnp.inexact), self.signal
-        if signal is None or not signal.store_prefetch or not smooth:
-            return False
-        return self.rest is not None or (self.parameter is None and not signal.store)
+        return prefetches(self.signal, self.rest, self.dtype)
 
     @property
     def regathers(self) -> bool:
         """Whether it is gathered for its use, and again for the backward pass."""
-        return (
-            self.rest is not None and self.signal is not None and bool(self.signal.store) and not self.signal.store_keep
-        )
-
-    def settle(self) -> None:
-        """Take the place that another use of the parameter has decided meanwhile."""
-        parameter = self.parameter
-        if parameter is not None and parameter.axes is not None and self.make is None:
-            axes = tuple(() if at is None else parameter.axes[at] for at in self.of)
-            if axes != self.axes:
-                for step in plan_moves(self.axes, axes):  # slices, as it was whole
-                    self.x = _any_slice(self.x, step)
-                self.axes = axes
-                self.cache.clear()
-
-    def has_been(self, axes: Axes) -> bool:
-        """Whether it has been moved to where another use needed it."""
-        return axes in {key[0] for key in self.cache}
+        return regathers(self.signal, self.rest)
 
     @property
     def beyond(self) -> Names:
@@ -160,16 +111,7 @@ class Part:
 
     def _local(self, axes: Axes, names: Names, moving: Moving) -> Array:
         if self.make is not None:
-            return self.make(axes, names)
-        if self.is_undecided:
-            assert self.parameter is not None
-            word_of = {self.parameter.claim.signal.axes(word): word for word in ("reduction", "column")}
-            roles: list[str | None] = [None] * len(self.parameter.shape)
-            for at, split_by in zip(self.of, axes, strict=True):
-                if at is not None and split_by:
-                    roles[at] = word_of.get(split_by)
-            self.parameter.decide(roles)
-        self.settle()
+            return self.make(axes, names, moving)
         x = self._in_use(names) if self.rest is not None else self.x
         steps = plan_moves(self.axes, axes)
         travels = any(step.kind != "slice" for step in steps)
@@ -241,7 +183,7 @@ class Part:
         dtype, key = jnp.dtype(dtype), (str(dtype), None if wire is None else str(wire))
         if key not in self.casts:
             if (make := self.make) is not None:
-                cast: Any = lambda axes, names: make(axes, names).astype(dtype)
+                cast: Any = lambda axes, names, moving: make(axes, names, moving).astype(dtype)
                 self.casts[key] = Part(self.shape, self.axes, make=cast, signal=self.signal, made_of=self.made_of)
             elif self.x.dtype == dtype and (wire is None or dtype == wire):
                 return self
@@ -262,14 +204,6 @@ class Part:
     def renewed(self, x: Any, **changes: Any) -> Part:
         """The same place for another array, of which nothing is remembered."""
         return dataclasses.replace(self, x=x, cache={}, gathered={}, within=[], casts={}, uncast=None, **changes)
-
-    def at_rest(self, x: Array, shape: tuple[int, ...], order: Sequence[int | None]) -> Part:
-        """The same parameter after an operation that leaves it where it rests: `order` is the axis that each was, or None for
-        one that is new."""
-        ordered = lambda axes: tuple(() if at is None else axes[at] for at in order)
-        rest = None if self.rest is None else ordered(self.rest)
-        of = tuple(None if at is None else self.of[at] for at in order) if self.of else ()
-        return self.renewed(x, shape=shape, axes=ordered(self.axes), rest=rest, of=of)
 
 
 @contextlib.contextmanager
@@ -293,12 +227,6 @@ def _step(x: Any, step: Move, names: Names, kernels: Kernels, wire: Any) -> Arra
     return move(x, [step])
 
 
-def _any_slice(x: Array, step: Move) -> Array:
-    """Any slice has the type of the right one, and no number of a trace that looks for where parameters lie is used."""
-    size = x.shape[step.axis] // slices.size_along(step.mesh_axis)
-    return vary(lax.slice_in_dim(x, 0, size, axis=step.axis), frozenset({step.mesh_axis}))
-
-
 def vary(x: Any, names: Names, algorithm: str = "auto") -> Array:
     """Let `x` vary over mesh axes: where it is equal on all their devices, its gradient is summed over them. In device order
     where `algorithm` says so and between processes; where some cross slices, in each slice, then between these; else as JAX
@@ -311,11 +239,3 @@ def vary(x: Any, names: Names, algorithm: str = "auto") -> Array:
         marked: Any = pvary_summed((x,), missing, algorithm)
         return marked[0]
     return lax.pcast(x, missing, to="varying") if missing else x
-
-
-def names_of(axes: Axes) -> Names:
-    return frozenset(name for each in axes for name in each)
-
-
-def whole(rank: int) -> Axes:
-    return ((),) * rank

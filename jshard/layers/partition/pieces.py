@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshard.errors import JShardError
-from jshard.layers.partition.part import Part, names_of, vary
+from jshard.layers.partition.part import Part, vary
+from jshard.layers.partition.plan import names_of
 from jshard.layers.partition.ticks import zeros_like_result
 from jshard.programs.jaxprs import is_in, part_of, variables
 from jshard.programs.provenance import scope
@@ -185,10 +186,11 @@ class Pieces:
                 outs = self._with_backward_apart(number, mine, self._rows(apart, self.back[number]), xs, given)
             values |= dict(zip(made, outs, strict=True))
             results |= {v: x for v, x in zip(made, outs, strict=True) if v in self.outs}
-        run = program.partition()
-        free = iter(run.run(self.rest.jaxpr, [program.part(n, everywhere[n]) for n in self.rest.inputs]))
+        run = program.running()
+        free = iter(run.run(self.rest.jaxpr, [program.part(n, everywhere[n]) for n in self.rest.inputs], program.plan))
         with scope(**by):
-            summed = {v: run.reduce(x, (self.mesh_axis,), "sum") for v, x in results.items()}
+            claim = program.claim_behind
+            summed = {v: run.reduce(x, (self.mesh_axis,), "sum", claim) for v, x in results.items()}
         made = {v: Part(tuple(v.aval.shape), program.found[v], x) for v, x in summed.items()}
         return [made[v] if is_in(v, made) else next(free) for v in program.jaxpr.outvars]
 
@@ -247,12 +249,12 @@ class Pieces:
         """What the piece of this number makes, on the devices of its stage: of its parameters, of other inputs by their number,
         and of what the pieces before it have sent."""
         program, (jaxpr, inputs) = self.program, self.pieces[number]
-        run = program.partition()
+        run = program.running()
         mine = [self._unpacked(own, backward, n) if n in self.packed else xs[n] for n in inputs]
         parts = [program.part_of_stage(n, x) for n, x in zip(inputs, mine, strict=True)]
         parts += [Part(tuple(v.aval.shape), program.found[v], x) for v, x in zip(self.sent[number], given, strict=True)]
-        made = run.run(jaxpr, parts)
-        placed = [run.place(part, program.found[v]).x for v, part in zip(self.made[number], made, strict=True)]
+        made, claim = run.run(jaxpr, parts, program.plan), program.claim_behind
+        placed = [run.place(part, program.found[v], claim).x for v, part in zip(self.made[number], made, strict=True)]
         return [vary(x, frozenset({self.mesh_axis})) for x in placed]
 
     # -- parameters --

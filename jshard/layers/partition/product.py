@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,54 +12,80 @@ from jax import Array, lax
 
 from jshard.kernels.chip import present_chip
 from jshard.kernels.gather_scatter import reduce_scatter
-from jshard.layers.partition.engine import Partition, Rule, known, shape_of
+from jshard.layers.partition.choice import choose
 from jshard.layers.partition.lazy_product import leaves_in_slices, product_scattered, product_scattered_first
-from jshard.layers.partition.local_sizes import Choice, axes_of
+from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape
 from jshard.layers.partition.part import Part, moving_as
+from jshard.layers.partition.plan import Step, key_of
+from jshard.layers.partition.planner import Planned, Planner, PlanRule, known
+from jshard.layers.partition.run import Rule, Run, shape_of
+from jshard.layers.partition.value import Value
 from jshard.layouts.axes import Factors
 from jshard.layouts.primitives import FIXED, KEPT, LOOKUP
+from jshard.layouts.redistribution import Axes
+from jshard.programs.jaxprs import Eqn
 from jshard.programs.provenance import scope, source_of
 from jshard.signals.signal import Signal
 
+T = TypeVar("T", Part, Value)
 
-def settle(parts: list[Part], found: Factors) -> None:
+
+def claim_of(each: Sequence[Part] | Sequence[Value]) -> Signal | None:
+    """Return the claim of the first operand that is a claimed parameter."""
+    return next((one.signal for one in each if one.signal is not None), None)
+
+
+def is_smooth(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def settle(values: list[Value], found: Factors, eqn: Eqn) -> None:
     """Decide how parameters lie whose first use this is: summed axes are `reduction`, kept ones `column`."""
-    for number, part in enumerate(parts):
-        if part.is_undecided and part.make is None:
+    for number, value in enumerate(values):
+        if value.is_undecided and not value.is_put_off:
             others = {f for other, of in enumerate(found.operands) if other != number for each in of for f in each}
-            assert part.parameter is not None
-            roles: list[str | None] = [None] * len(part.parameter.shape)
-            for at, of in zip(part.of, found.operands[number], strict=True):
+            assert value.parameter is not None
+            roles: list[str | None] = [None] * len(value.parameter.shape)
+            for at, of in zip(value.of, found.operands[number], strict=True):
                 kinds = {found.kinds[factor] for factor in of}
                 if at is not None:
                     kept = "batch" if others & set(of) else "column"
                     is_kept = kinds.isdisjoint({"sum", LOOKUP, FIXED})
                     roles[at] = "reduction" if kinds.isdisjoint({KEPT, FIXED}) else kept if is_kept else None
-            part.parameter.decide(roles)
-            part.settle()
+            value.parameter.decide(roles, eqn)
+            value.settle()
 
 
-def _dot_general(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+# -- plans --
+
+
+def _plan_product(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     found = known(eqn)
-    settle(parts, found)
-    choice = run.choose(found, parts)
-    claim = next((part.signal for part in parts if part.signal is not None), None)
-    out = _product(run, eqn, parts, found, choice, claim)
-    axes = list(axes_of(found.results[0], choice))
+    settle(values, found, eqn)
+    choice = choose(found, values, plan.sizes)
+    claim = claim_of(values)
+    plan.placed(_in_dtypes(eqn, values, _dtypes_of(eqn, claim)), found, choice)
+    if eqn.primitive is not lax.dot_general_p:
+        return plan.results(eqn, found, choice), Step(choice=choice)
+    shape, axes, scattered = shape_of(eqn), list(axes_of(found.results[0], choice)), list[str]()
     for factor in _summed(found, choice):
-        out = sum_or_scatter(run, out, axes, choice[factor], claim)
-    result = Part(shape_of(eqn), tuple(axes), out.astype(eqn.outvars[0].aval.dtype))
+        scattered += scatters(plan, eqn, axes, choice[factor], claim)
+    result, step = Value(shape, tuple(axes), eqn.outvars[0].aval.dtype), Step(choice=choice, scattered=tuple(scattered))
     if claim is None or claim.output != "gather":
-        return [result]
-    if (addition := _of_bias(run.jaxpr, eqn.outvars[0])) is not None:
-        run.gathered_behind[id(addition)] = claim
-        return [result]
-    return [_gathered(result, claim)]
+        return [result], step
+    if (addition := _of_bias(plan.jaxpr, eqn.outvars[0])) is not None:
+        plan.gathered_behind[key_of(addition)] = claim
+        return [result], step
+    return [_whole_columns(plan, result, claim)], dataclasses.replace(step, gathers=claim)
 
 
-def _summed(found: Factors, choice: Choice) -> list[int]:
-    """Return the factors that are summed over devices."""
-    return [factor for factor, kind in enumerate(found.kinds) if kind == "sum" and factor in choice]
+def _plan_add(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    """Add a bias to a product before its columns are gathered: so it is split as they are."""
+    results, step = plan.by_table(eqn, values)
+    claim = plan.gathered_behind.pop(key_of(eqn), None)
+    if claim is None:
+        return results, step
+    return [_whole_columns(plan, each, claim) for each in results], dataclasses.replace(step, gathers=claim)
 
 
 def _of_bias(jaxpr: Any, product: Any) -> Any:
@@ -69,53 +97,112 @@ def _of_bias(jaxpr: Any, product: Any) -> Any:
     return readers[0] if any(shape and {*shape[:-1]}.issubset({1}) for shape in shapes) else None
 
 
-def _add(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
-    """Add a bias to a product before its columns are gathered: so it is split as they are."""
-    results, claim = run.by_table(eqn, parts), run.gathered_behind.pop(id(eqn), None)
-    return results if claim is None else [_gathered(each, claim) for each in results]
+def _whole_columns(plan: Planner, value: Value, claim: Signal) -> Value:
+    axes = _without_columns(value.axes, claim)
+    plan.have(value, axes)
+    return Value(value.shape, axes, value.dtype)
+
+
+def scatters(
+    plan: Planner, eqn: Eqn, axes: list[tuple[str, ...]], names: tuple[str, ...], claim: Signal | None
+) -> list[str]:
+    """Return the mesh axes of the signal's `sequence` over which a sum is scattered along axis 1, and split `axes` by them."""
+    shape, scattered = shape_of(eqn), list[str]()
+    at = 1 if len(shape) > 2 else 0
+    for name in names if claim is not None else ():
+        if claim is None or name not in claim.sequence:
+            continue
+        places = local_shape(shape, tuple(axes), plan.sizes)[at]
+        left = places % plan.sizes[name]
+        fault = f"{places} places do not divide by {plan.sizes[name]} ({source_of(eqn)})" if left else ""
+        plan.scattered[claim.name, name] = plan.scattered.get((claim.name, name)) or fault
+        if not fault:
+            axes[at] = (*axes[at], name)
+            scattered.append(name)
+    return scattered
+
+
+# -- runs --
+
+
+def _dot_general(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+    found, claim = known(eqn), claim_of(parts)
+    out = _product(run, eqn, parts, found, step, claim)
+    axes = list(axes_of(found.results[0], step.choice))
+    for factor in _summed(found, step.choice):
+        out = sum_or_scatter(run, out, axes, step.choice[factor], step, claim)
+    result = Part(shape_of(eqn), tuple(axes), out.astype(eqn.outvars[0].aval.dtype))
+    return [result if step.gathers is None else _gathered(result, step.gathers)]
+
+
+def _summed(found: Factors, choice: Choice) -> list[int]:
+    """Return the factors that are summed over devices."""
+    return [factor for factor, kind in enumerate(found.kinds) if kind == "sum" and factor in choice]
+
+
+def _add(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+    results = run.by_table(eqn, parts, step)
+    return results if step.gathers is None else [_gathered(each, step.gathers) for each in results]
+
+
+def _without_columns(axes: Axes, claim: Signal) -> Axes:
+    return tuple(tuple(name for name in names if name not in claim.column) for names in axes)
 
 
 def _gathered(part: Part, claim: Signal) -> Part:
     """Gather columns, as `output: gather` asks."""
-    axes = tuple(tuple(name for name in names if name not in claim.column) for names in part.axes)
+    axes = _without_columns(part.axes, claim)
     return Part(part.shape, axes, part.local(axes, frozenset(), lambda _: moving_as(claim.kernel, key="output")))
 
 
-def _product(
-    run: Partition, eqn: Any, parts: list[Part], found: Factors, choice: Choice, claim: Signal | None
-) -> Array:
-    """The product of parts, in the dtypes that the claim says: a parameter at rest is cast where it is used, and x with it.
-    Where an operand starts to vary its gradient is summed, in the reduce dtype; so is what is summed over devices."""
+def _dtypes_of(eqn: Eqn, claim: Signal | None) -> tuple[Any, Any] | None:
+    """Return the dtypes in which a product is multiplied and summed; None where the claim says none."""
     dtypes = None if claim is None or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) else claim.dtype
     if dtypes is None or not (dtypes.compute or dtypes.reduce):
-        return _multiplied(run, eqn, parts, found, choice)
+        return None
     compute = jnp.dtype(dtypes.compute or jnp.result_type(*(each.aval for each in eqn.invars[:2])))
-    wide = dtypes.reduce or compute
-    cast = [jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in eqn.invars]  # all but the sizes of groups
-    operands = [part.summed_in(wide, compute) if c else part for part, c in zip(parts, cast, strict=True)]
-    xs = [x.astype(compute) if c else x for x, c in zip(run.placed(operands, found, choice), cast, strict=True)]
-    out_dtype = jnp.dtype(wide if _summed(found, choice) else compute)
+    return compute, dtypes.reduce or compute
+
+
+def _product(run: Run, eqn: Eqn, parts: list[Part], found: Factors, step: Step, claim: Signal | None) -> Array:
+    """The product of parts, in the dtypes that the claim says: a parameter at rest is cast where it is used, and x with it.
+    Where an operand starts to vary its gradient is summed, in the reduce dtype; so is what is summed over devices."""
+    dtypes = _dtypes_of(eqn, claim)
+    if dtypes is None:
+        return _multiplied(run, eqn, parts, found, step)
+    compute, wide = dtypes
+    xs = run.placed(_in_dtypes(eqn, parts, dtypes), found, step)
+    xs = [x.astype(compute) if is_smooth(atom.aval) else x for x, atom in zip(xs, eqn.invars, strict=True)]
+    out_dtype = jnp.dtype(wide if _summed(found, step.choice) else compute)
     # a convolution of another dtype than its operands has no gradient
     accumulated = out_dtype if eqn.primitive is lax.dot_general_p else compute
-    (out,) = run.bind(eqn, xs, found, choice, preferred_element_type=accumulated)
+    (out,) = run.bind(eqn, xs, found, step.choice, preferred_element_type=accumulated)
     return out.astype(out_dtype)
 
 
-def _multiplied(run: Partition, eqn: Any, parts: list[Part], found: Factors, choice: Choice) -> Array:
+def _in_dtypes(eqn: Eqn, each: Sequence[T], dtypes: tuple[Any, Any] | None) -> list[T]:
+    """Return the operands, but for the sizes of groups, in the dtype that their gradients are summed in."""
+    if dtypes is None:
+        return list(each)
+    compute, wide = dtypes
+    return [x.summed_in(wide, compute) if is_smooth(atom.aval) else x for x, atom in zip(each, eqn.invars, strict=True)]
+
+
+def _multiplied(run: Run, eqn: Eqn, parts: list[Part], found: Factors, step: Step) -> Array:
     """Multiply as the operands are. Of a stored kernel a part of the gradient is made at a time, where parts are sent."""
 
     def product(*xs: Array) -> Array:
-        return run.bind(eqn, xs, found, choice)[0]
+        return run.bind(eqn, xs, found, step.choice)[0]
 
-    xs = run.placed(parts, found, choice)
+    xs = run.placed(parts, found, step)
     at = next((n for n, part in enumerate(parts) if part.is_multiplied_once and part.regathers), None)
-    if at is None or run.only_axes:
+    if at is None:
         return product(*xs)
     part, x, kernel = parts[at], xs[1 - at], lax.stop_gradient(xs[at])
 
     def gather(shard: Array) -> Array:
-        axes = axes_of(found.operands[at], choice)
-        return part.renewed(shard).local(axes, frozenset(jax.typeof(kernel).mat.varying), run.moving)
+        axes = axes_of(found.operands[at], step.choice)
+        return part.renewed(shard).local(axes, frozenset(jax.typeof(kernel).mat.varying), run.moving(step.claim))
 
     multiply = lambda x, kernel: product(x, kernel) if at else product(kernel, x)
     if leaves_in_slices(gather, part.x, kernel):
@@ -127,37 +214,31 @@ def _multiplied(run: Partition, eqn: Any, parts: list[Part], found: Factors, cho
 
 
 def sum_or_scatter(
-    run: Partition, out: Array, axes: list[tuple[str, ...]], names: tuple[str, ...], claim: Signal | None
+    run: Run, out: Array, axes: list[tuple[str, ...]], names: tuple[str, ...], step: Step, claim: Signal | None
 ) -> Array:
     """Sum a product over devices; over mesh axes of its signal's `sequence` each device keeps its part of axis 1."""
     at = 1 if out.ndim > 2 else 0
-    rest = []
     for name in names:
-        if claim is None or name not in claim.sequence:
-            rest.append(name)
-            continue
-        left = out.shape[at] % run.sizes[name]
-        fault = f"{out.shape[at]} places do not divide by {run.sizes[name]} ({source_of(run.eqn)})" if left else ""
-        run.scattered[claim.name, name] = run.scattered.get((claim.name, name)) or fault
-        if fault:
-            rest.append(name)
-            continue
-        with scope(key="sequence"):
-            by: Any = dict(claim.kernel).get("reduce_scatter", "auto")
-            out = reduce_scatter(out, name, axis=at, algorithm=by)
-        axes[at] = (*axes[at], name)
-    return run.reduce(out, tuple(rest), "sum", key="reduction" if claim is not None else "") if rest else out
+        if claim is not None and name in step.scattered:
+            with scope(key="sequence"):
+                by: Any = dict(claim.kernel).get("reduce_scatter", "auto")
+                out = reduce_scatter(out, name, axis=at, algorithm=by)
+            axes[at] = (*axes[at], name)
+    rest = tuple(name for name in names if name not in step.scattered)
+    return run.reduce(out, rest, "sum", step.claim, key="reduction" if claim is not None else "") if rest else out
 
 
-def _convolution(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+def _convolution(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
     found = known(eqn)
-    settle(parts, found)
-    choice = run.choose(found, parts)
-    claim = next((part.signal for part in parts if part.signal is not None), None)
-    (result,) = run.results(eqn, [_product(run, eqn, parts, found, choice, claim)], found, choice)
+    (result,) = run.results(eqn, [_product(run, eqn, parts, found, step, claim_of(parts))], found, step)
     result.x = result.x.astype(eqn.outvars[0].aval.dtype)
     return [result]
 
 
-PRODUCTS: dict[str, Rule] = {"dot_general": _dot_general, "conv_general_dilated": _convolution}
-RULES: dict[str, Rule] = {**PRODUCTS, "add": _add, "ragged_dot_general": _convolution}
+PRODUCTS = ("dot_general", "conv_general_dilated")
+PLANS: dict[str, PlanRule] = {
+    **dict.fromkeys((*PRODUCTS, "ragged_dot_general"), _plan_product), "add": _plan_add,
+}  # fmt: skip
+RULES: dict[str, Rule] = {
+    "dot_general": _dot_general, "add": _add, **dict.fromkeys(("conv_general_dilated", "ragged_dot_general"), _convolution),
+}  # fmt: skip

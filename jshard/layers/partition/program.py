@@ -11,18 +11,20 @@ from typing import Any
 
 import jax
 import jax.core as jax_core
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard.errors import JShardError
 from jshard.layers.partition import by_hand, calls, cut, extremes, lookup, product, shape
-from jshard.layers.partition.engine import Partition
 from jshard.layers.partition.named import named
-from jshard.layers.partition.part import Parameter, Part, whole
+from jshard.layers.partition.part import Part
 from jshard.layers.partition.pieces import Pieces
+from jshard.layers.partition.plan import Plan, with_marks
+from jshard.layers.partition.planner import Planner, whole
 from jshard.layers.partition.readers import readers
 from jshard.layers.partition.regather import regathering
-from jshard.layers.partition.unreduced import Marks, unreduced
+from jshard.layers.partition.run import Run, SomeLayers
+from jshard.layers.partition.unreduced import unreduced
+from jshard.layers.partition.value import Parameter, Value, regathers
 from jshard.layers.partition.wanted import wanted
 from jshard.layers.remat import CHUNK
 from jshard.layers.roles import Placed, Use, not_stored, parameter_layouts
@@ -34,7 +36,9 @@ from jshard.programs.jaxprs import bare, equations
 from jshard.programs.provenance import source_of
 from jshard.signals.active_config import configuration, mesh_to_choose_for
 from jshard.signals.claims import Claim
+from jshard.signals.signal import Signal
 
+PLANS = {**by_hand.PLANS, **calls.PLANS, **cut.PLANS, **lookup.PLANS, **product.PLANS, **shape.PLANS}
 RULES = {
     **by_hand.RULES, **calls.RULES, **cut.RULES, **extremes.RULES, **lookup.RULES, **product.RULES, **shape.RULES,
 }  # fmt: skip
@@ -50,9 +54,8 @@ class Input:
 
 
 class Program:
-    """Where everything lies is found by a first trace, in which parameters are whole; `in_axes` is how they have to rest. On
-    `axis_types: auto` that is all that is asked. The second trace comes with it, but for a program that is called at once:
-    `find_out_axes` makes one of both."""
+    """A first plan, in which parameters are whole, finds where they lie; `in_axes` is how they have to rest. A second plan says
+    how the program runs on them. On `axis_types: auto` the first is all that is asked."""
 
     def __init__(
         self,
@@ -60,7 +63,6 @@ class Program:
         jaxpr: Any,
         inputs: Sequence[Input],
         *,
-        is_called: bool = False,
         returns_to: Mapping[int, int] = types.MappingProxyType({}),
     ):
         self.mesh, self.jaxpr, self.inputs = mesh, jaxpr, inputs
@@ -75,50 +77,47 @@ class Program:
         self.stage = next((each for each in stages if each.number is not None), next(iter(stages), None))
         self.found: dict[Any, Axes] = {}  # how variables are split
         self.unruled: dict[str, int] = {}
-        self.marks: Marks = {}  # what varies, so that its gradient stays unreduced
-        self._place()
+        self.plan: Plan = {}
+        self.claim_behind: Signal | None = None  # the claim of the parameter used last
+        self.out_axes: list[Axes] = []  # how results are split
+        self.wanted = self._place()  # how variables will be needed
         if is_explicit(mesh) and self.stage is None:  # a pipeline cuts the program itself
-            self.jaxpr = regathering(jaxpr, [part.regathers for part in self.parts(self.types)])
+            self.jaxpr = regathering(jaxpr, [self._regathers(number) for number in range(len(inputs))])
             self.multiplied_once = [each == ["dot_general"] for each in readers(self.jaxpr)]
+        present = configuration()
+        if present is None or present.axis_types != "auto":
+            self._plan()
         self.pieces = None
         if self.stage is not None and self.stage.number is not None:
             self.pieces = Pieces(self, mesh_to_choose_for().shape[self.stage.mesh_axis])
-        self.out_axes: list[Axes] | None = None  # how results are split
-        if not is_called:
-            self.find_out_axes()
 
     @property
     def in_axes(self) -> list[Axes]:
         return [use if rest is None else rest for use, rest in zip(self.use, self.rest, strict=True)]
 
-    def _place(self) -> None:
-        trial = Partition(self.mesh, RULES, only_axes=True, only_looks=True)
-        parameters = [
-            None if i.claim is None else _parameter(t, i, trial) for t, i in zip(self.types, self.inputs, strict=True)
-        ]
-
-        def first(*xs: Any) -> Any:
-            parts = [
-                Part(t.shape, use, x) if p is None
-                else Part(t.shape, whole(t.ndim), x, signal=p.claim.signal, parameter=p, of=tuple(range(t.ndim)))
-                for t, use, x, p in zip(self.types, self.use, xs, parameters, strict=True)
-            ]  # fmt: skip
-            trial.run(self.jaxpr, parts)
-            return jnp.zeros(())
-
-        self.traced(first, self.use)
-        self.found = trial.found
-        self.wanted = wanted(self.jaxpr, self.found, trial.sizes)
+    def _place(self) -> dict[Any, Axes]:
+        """Find how parameters lie, and return how variables will be wanted."""
+        first = Planner(self.mesh, PLANS, is_first=True)
+        pairs = list(zip(self.types, self.inputs, strict=True))
+        parameters = [None if i.claim is None else _parameter(t, i, i.claim, first.sizes) for t, i in pairs]
+        values = [
+            Value(t.shape, use, t.dtype) if p is None
+            else Value(t.shape, whole(t.ndim), t.dtype, p.claim.signal, parameter=p, of=tuple(range(t.ndim)))
+            for t, use, p in zip(self.types, self.use, parameters, strict=True)
+        ]  # fmt: skip
+        first.program(self.jaxpr, values)
+        self.found = first.found
         lie = parameter_layouts(each.use() for each in parameters if each is not None)
         for number, found in enumerate(parameters):
             if found is not None:
                 self.use[number], self.rest[number] = lie[found.path].in_use.axes, lie[found.path].at_rest.axes
-                unscattered = trial.unscattered(found.claim.signal)
+                unscattered = first.unscattered(found.claim.signal)
                 self.placed[found.path] = Placed(found.use(), lie[found.path], found.told_by, unscattered)
         _check_remat([each.use for each in self.placed.values()], is_explicit(self.mesh))
         if not is_explicit(self.mesh):
             _check_grouped(self.jaxpr, self.mesh)
         self._warn_of_replicated()
+        return wanted(self.jaxpr, self.found, first.sizes)
 
     def _warn_of_replicated(self) -> None:
         """Warn if more than 1 % of the parameter bytes rest replicated although their signals store them."""
@@ -136,35 +135,39 @@ class Program:
             stacklevel=2,
         )
 
-    def find_out_axes(self, compiled: Any = None, xs: Sequence[Any] = ()) -> None:
-        """Find how results are split, and what varies, by a second trace, in which parameters lie where they rest; what no rule
-        takes is told here. Where this program, compiled, is called on `xs` next, that trace is the one of the call."""
-        present = configuration()
-        if self.out_axes is not None or (present is not None and present.axis_types == "auto"):
-            return
-        is_sequence = any(each.claim is not None and each.claim.signal.sequence for each in self.inputs)
-        if compiled is not None and is_explicit(self.mesh) and self.stage is None and not is_sequence:
-            compiled.trace(*xs)
-            if self.marks:  # it was traced without
-                compiled.clear_cache()
-            return
-        run = self.partition(only_axes=True)
+    def of_one_stage(self) -> tuple[Plan, Mapping[Any, Axes]]:
+        """Plan the program as one stage runs it, that has all layers of some length; and say how variables are split there."""
+        planner, stage = Planner(self.mesh, PLANS, wanted=self.wanted), self.stage
+        assert stage is not None
+        without = lambda axes: tuple(tuple(name for name in names if name != stage.mesh_axis) for names in axes)
+        values = [self._value(number) for number in range(len(self.inputs))]
+        rest = [None if value.rest is None else without(value.rest) for value in values]
+        axes = [without(value.axes) for value in values]
+        values = [v.renewed(axes=a, rest=None if r == a else r) for v, a, r in zip(values, axes, rest, strict=True)]
+        _, plan = planner.program(self.jaxpr, values)
+        return plan, planner.found
 
-        def second(*xs: Any) -> Any:
-            self._found_by(run, xs)
-            return jnp.zeros(())
+    def _plan(self) -> None:
+        """Plan how the program runs on parameters where they rest; what no rule takes is told here."""
+        planner = Planner(self.mesh, PLANS, wanted=self.wanted, stage=self.stage)
+        values = [self._value(number) for number in range(len(self.inputs))]
+        ends, plan = planner.program(self.jaxpr, values)
+        ends = [planner.force(value) for value in ends]
+        rows = [value for value, each in zip(values, self.inputs, strict=True) if each.claim is None]
+        marks = unreduced(planner.ran, rows, ends, planner.sizes) if self.stage is None else {}
+        self.plan = with_marks(plan, marks) if marks else plan
+        self.unruled, self.found, self.claim_behind = planner.unruled, planner.found, planner.nearest
+        self.out_axes = [self._out_axes(number, value.axes) for number, value in enumerate(ends)]
 
-        self.traced(second, self.in_axes)
+    def _value(self, number: int) -> Value:
+        t, use, rest, claim = self.types[number], self.use[number], self.rest[number], self.inputs[number].claim
+        rest, signal = None if rest == use else rest, None if claim is None else claim.signal
+        return Value(t.shape, use, t.dtype, signal, rest, is_only_looked_up=self.only_looked_up[number])
 
-    def _found_by(self, run: Partition, xs: Sequence[Any]) -> list[Part]:
-        """Run the program, keep what that finds, and return its results."""
-        run.steps, parts = [], self.parts(xs)
-        ends = list(map(run.force, run.run(self.jaxpr, parts)))
-        rows = [part for part, each in zip(parts, self.inputs, strict=True) if each.claim is None]
-        marks = unreduced(run.steps, rows, ends, run.sizes) if self.stage is None else {}
-        self.unruled, self.found, self.marks = run.unruled, run.found, marks
-        self.out_axes = [self._out_axes(number, part.axes) for number, part in enumerate(ends)]
-        return ends
+    def _regathers(self, number: int) -> bool:
+        """Whether a parameter is gathered for its use, and again for the backward pass."""
+        value = self._value(number)
+        return regathers(value.signal, value.rest)
 
     def _out_axes(self, number: int, found: Axes) -> Axes:
         """Return how a result is split: what replaces a parameter, or an array that is split, lies as that does."""
@@ -182,22 +185,19 @@ class Program:
         specs = tuple(each.spec for each in placed)
         jax.eval_shape(jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec()), *given)
 
-    def partition(self, *, only_axes: bool = False) -> Partition:
+    def running(self, some_layers: SomeLayers | None = None) -> Run:
         """A run over the program, or over some of it."""
-        run = Partition(self.mesh, RULES, self.wanted, self.stage, only_axes=only_axes)
-        run.marks = self.marks
-        return run
+        return Run(self.mesh, PLANS, RULES, {} if self.stage is None else self.stage.by, some_layers)
 
     def parts(self, xs: Sequence[Any]) -> list[Part]:
         """What each device holds of arrays that lie as `in_axes` say."""
         return [self.part(number, x) for number, x in enumerate(xs)]
 
     def part(self, number: int, x: Any) -> Part:
-        use, rest, claim = self.use[number], self.rest[number], self.inputs[number].claim
-        signal = None if claim is None else claim.signal
+        value = self._value(number)
         return Part(
-            self.types[number].shape, use, x, rest=None if rest == use else rest, signal=signal,
-            is_only_looked_up=self.only_looked_up[number], is_multiplied_once=self.multiplied_once[number],
+            value.shape, value.axes, x, rest=value.rest, signal=value.signal,
+            is_multiplied_once=self.multiplied_once[number],
         )  # fmt: skip
 
     def part_of_stage(self, number: int, x: Any) -> Part:
@@ -219,17 +219,12 @@ class Program:
                     outs[number] = jax.lax.with_sharding_constraint(outs[number], sharding)
             return outs
         specs = tuple(Layout(self.mesh, *axes).spec for axes in self.in_axes)
-        out_specs: list[PartitionSpec] = []  # the body tells them
+        out_specs = [Layout(self.mesh, *axes).spec for axes in self.out_axes]
 
         def body(*xs: Any) -> list[Any]:
-            run = self.partition()
-            if self.out_axes is None:
-                ends = self._found_by(run, xs)
-            else:
-                ends = run.run(self.jaxpr, self.parts(xs)) if self.pieces is None else self.pieces.run(xs)
-            assert self.out_axes is not None
-            out_specs[:] = [Layout(self.mesh, *axes).spec for axes in self.out_axes]
-            return [run.place(part, axes).x for part, axes in zip(ends, self.out_axes, strict=True)]
+            run = self.running()
+            ends = run.run(self.jaxpr, self.parts(xs), self.plan) if self.pieces is None else self.pieces.run(xs)
+            return [run.place(p, axes, self.claim_behind).x for p, axes in zip(ends, self.out_axes, strict=True)]
 
         return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)(*xs)
 
@@ -276,10 +271,8 @@ def _check_remat(uses: Sequence[Use], is_explicit: bool) -> None:
         )
 
 
-def _parameter(aval: Any, given: Input, run: Partition) -> Parameter:
-    assert given.claim is not None
-    roles: list[str | None] = [None] * aval.ndim
-    found = Parameter(given.path, given.claim, tuple(aval.shape), run.sizes, roles, lambda: run.eqn)
-    if given.claim.signal.shard is not None:
+def _parameter(aval: Any, given: Input, claim: Claim, sizes: Mapping[str, int]) -> Parameter:
+    found = Parameter(given.path, claim, tuple(aval.shape), sizes, [None] * aval.ndim)
+    if claim.signal.shard is not None:
         found.decide(found.roles)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jshard.layers.partition.engine import CASTS
+from jshard.layers.partition.planner import CASTS
 from jshard.programs.jaxprs import bare, called, is_in, scanned
 
 OTHER = "other"

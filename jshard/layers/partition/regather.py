@@ -9,7 +9,7 @@ from typing import Any
 from jax._src import source_info_util
 from jax.extend.core import Primitive
 
-from jshard.layers.partition.engine import STAYS
+from jshard.layers.partition.planner import STAYS
 from jshard.programs.jaxprs import CHECKPOINTS, LOOPS, bare, holds, inner, part_of, read_by, variables
 
 regathered_p = Primitive("regathered")  # only the partition meets it: nothing binds it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,21 +11,36 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.core import Literal
 
-from jshard.layers.partition.engine import Partition, Rule, known, shape_of
 from jshard.layers.partition.local_sizes import local_shape
-from jshard.layers.partition.part import Names, Part, vary, whole
+from jshard.layers.partition.part import Moving, Part, vary
+from jshard.layers.partition.plan import PUT_OFF, Names, Step
+from jshard.layers.partition.planner import Planned, Planner, PlanRule, known, whole
+from jshard.layers.partition.run import Rule, Run, shape_of
+from jshard.layers.partition.value import Value
 from jshard.layouts.redistribution import Axes
+from jshard.programs.jaxprs import Eqn
 
 
-def _broadcast(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+def _plan_broadcast(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     """Put off: where it is needed is how its operand is split."""
-    return run.later(eqn, parts, known(eqn))
+    return plan.later(eqn, values, known(eqn))
 
 
-def _iota(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+def _plan_made(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    """Put off what is made of nothing, or of a key, which every device has."""
+    shape = shape_of(eqn)
+
+    def recipe(axes: Axes, names: Names) -> None:
+        for value in values:
+            plan.need(value, whole(len(value.shape)))
+
+    return [Value(shape, whole(len(shape)), eqn.outvars[0].aval.dtype, recipe=recipe)], Step(PUT_OFF)
+
+
+def _iota(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
     shape, dtype, along = shape_of(eqn), eqn.params["dtype"], eqn.params["dimension"]
 
-    def make(axes: Axes, names: Names) -> Array:
+    def make(axes: Axes, names: Names, moving: Moving) -> Array:
         local = local_shape(shape, axes, run.sizes)
         return vary(
             lax.broadcasted_iota(dtype, local, along) + first(axes[along], local[along], run.sizes, dtype), names
@@ -41,12 +57,12 @@ def first(names: tuple[str, ...], size: int, sizes: dict[str, int], dtype: Any) 
     return jnp.asarray(index * size, dtype)
 
 
-def _drawn(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+def _drawn(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
     """Random bits are cut from those of the whole array: the same numbers on every mesh."""
     shape = shape_of(eqn)
 
-    def make(axes: Axes, names: Names) -> Array:
-        key = run.local(parts[0], whole(len(parts[0].shape)), frozenset())
+    def make(axes: Axes, names: Names, moving: Moving) -> Array:
+        key = parts[0].local(whole(len(parts[0].shape)), frozenset(), moving)
         bits = vary(run.bind(eqn, [key])[0], names)
         for axis, each in enumerate(axes):
             if each:
@@ -57,11 +73,15 @@ def _drawn(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     return [Part(shape, whole(len(shape)), make=make)]
 
 
-def _ordered(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+def _plan_ordered(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    return [Value(value.shape, value.axes, value.dtype) for value in map(plan.force, values)], Step()
+
+
+def _ordered(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
     """A barrier leaves each array split as it is: by the table they are operands of one operation, in which a mesh axis splits
     one of them only. An array that is equal on all devices can't wait for one that is not, so only those that vary over the
     same mesh axes wait for each other."""
-    parts = [run.force(part) for part in parts]
+    parts = [run.force(part, step.claim) for part in parts]
     alike: dict[Names, list[Part]] = {}
     for part in parts:
         alike.setdefault(jax.typeof(part.x).mat.varying, []).append(part)
@@ -69,20 +89,38 @@ def _ordered(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
     return [Part(part.shape, part.axes, done[id(part)]) for part in parts]
 
 
-def _inside(run: Partition, eqn: Any, parts: list[Part]) -> list[Part]:
+def _clamped(eqn: Eqn, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
+    """Return which operands are places of a slice that may lie outside of its array, and the last place that is inside."""
+    count = len(eqn.invars) - len(shapes[0])
+    sizes = eqn.params["slice_sizes"] if count == 1 else shapes[1]
+    last = [(at, n - size) for at, (n, size) in enumerate(zip(shapes[0], sizes, strict=True), count)]
+    inside = lambda atom, end: isinstance(atom, Literal) and 0 <= atom.val <= end
+    return [(at, end) for at, end in last if not inside(eqn.invars[at], end)]
+
+
+def _plan_inside(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    values = list(values)
+    for at, _ in _clamped(eqn, [value.shape for value in values]):
+        values[at] = Value((), (), plan.force(values[at]).dtype)
+    return plan.by_table(eqn, values)
+
+
+def _inside(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
     """Clamp the places of a dynamic slice first, as it does itself. Of a device's slice of the result, or of its gradient, XLA
     adds both places before it clamps them."""
-    count = len(parts) - len(parts[0].shape)
-    sizes = eqn.params["slice_sizes"] if count == 1 else parts[1].shape
-    for at, (n, size) in enumerate(zip(parts[0].shape, sizes, strict=True), count):
-        atom, part = eqn.invars[at], run.force(parts[at])
-        if not isinstance(atom, Literal) or not 0 <= atom.val <= n - size:
-            zero, last = (np.asarray(min(end, np.iinfo(part.x.dtype).max), part.x.dtype) for end in (0, n - size))
-            parts = [*parts[:at], Part((), (), lax.clamp(zero, part.x, last)), *parts[at + 1 :]]
-    return run.by_table(eqn, parts)
+    parts = list(parts)
+    for at, end in _clamped(eqn, [part.shape for part in parts]):
+        place = run.force(parts[at], step.claim).x
+        zero, last = (np.asarray(min(each, np.iinfo(place.dtype).max), place.dtype) for each in (0, end))
+        parts[at] = Part((), (), lax.clamp(zero, place, last))
+    return run.by_table(eqn, parts, step)
 
 
+PLANS: dict[str, PlanRule] = {
+    **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), _plan_inside), "broadcast_in_dim": _plan_broadcast,
+    **dict.fromkeys(("iota", "random_bits"), _plan_made), "optimization_barrier": _plan_ordered,
+}  # fmt: skip
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), _inside),
-    "broadcast_in_dim": _broadcast, "iota": _iota, "optimization_barrier": _ordered, "random_bits": _drawn,
+    "iota": _iota, "optimization_barrier": _ordered, "random_bits": _drawn,
 }  # fmt: skip

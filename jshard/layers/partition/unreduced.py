@@ -7,35 +7,34 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import jax.numpy as jnp
 
 from jshard.layers.partition.local_sizes import local_shape
-from jshard.layers.partition.part import Names, Part, names_of
+from jshard.layers.partition.plan import Names, names_of
+from jshard.layers.partition.value import Value
 from jshard.layouts.redistribution import Axes
 
-Marks = Mapping[Any, Mapping[int, Names]]  # for a step, its operands that are to vary, and over what
+Path = tuple[Hashable, ...]  # of the calls around an equation, and it
+Marks = Mapping[Path, Mapping[int, Names]]  # for an equation, its operands that are to vary, and over what
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """An equation as it ran: `is_open` if it may have operands that vary and are not split, and `moves` are how it needed
+class Ran:
+    """An equation with its values: `is_open` if it may have operands that vary and are not split, and `needs` are how it needed
     which arrays: split by these axes, varying over these mesh axes."""
 
-    key: Any
+    path: Path
     is_open: bool
-    operands: Sequence[Part]
-    results: Sequence[Part]
-    moves: Sequence[tuple[Part, Axes, Names]]
+    operands: Sequence[Value]
+    results: Sequence[Value]
+    needs: Sequence[tuple[Value, Axes, Names]]
 
 
-def unreduced(
-    steps: Sequence[Step], inputs: Sequence[Part], ends: Sequence[Part], sizes: Mapping[str, int]
-) -> dict[Any, dict[int, Names]]:
+def unreduced(steps: Sequence[Ran], inputs: Sequence[Value], ends: Sequence[Value], sizes: Mapping[str, int]) -> Marks:
     """Return what has to vary over which mesh axes, of a program that ran by `steps` on rows, the `inputs`, and left `ends`."""
-    marks: dict[Any, dict[int, Names]] = collections.defaultdict(lambda: collections.defaultdict(frozenset))
+    marks: dict[Path, dict[int, Names]] = collections.defaultdict(lambda: collections.defaultdict(frozenset))
     for name, ways in sizes.items():
         if ways >= 2:
             for key, at in _Over(name, steps, inputs, ends, sizes).marks():
@@ -46,7 +45,9 @@ def unreduced(
 class _Over:
     """One mesh axis."""
 
-    def __init__(self, name: str, steps: Any, inputs: Sequence[Part], ends: Sequence[Part], sizes: Mapping[str, int]):
+    def __init__(
+        self, name: str, steps: Sequence[Ran], inputs: Sequence[Value], ends: Sequence[Value], sizes: Mapping[str, int]
+    ):
         self.name, self.steps, self.inputs, self.sizes = name, steps, inputs, sizes
         self.made = {id(part): step for step in reversed(steps) for part in step.results}
         self.rows = {*map(id, inputs)}  # what depends on arguments that are no parameters
@@ -55,7 +56,7 @@ class _Over:
                 self.rows |= {*map(id, step.results)}
         self.in_parts = self._used_in_parts(inputs, {*map(id, ends)})
 
-    def marks(self) -> list[tuple[Any, int]]:
+    def marks(self) -> list[tuple[Path, int]]:
         cut = [part for step in self.steps for part in self._cut(step) if id(part) in self.in_parts]
         if not cut:
             return []
@@ -63,25 +64,25 @@ class _Over:
         saved, found = max(each, key=lambda one: one[0])
         return found if saved > 0 else []
 
-    def _splits(self, part: Part) -> bool:
+    def _splits(self, part: Value) -> bool:
         return self.name in names_of(part.axes)
 
-    def _cut(self, step: Step) -> list[Part]:
+    def _cut(self, step: Ran) -> list[Value]:
         return [
-            p for p, axes, _ in step.moves if p.make is None and self.name in names_of(axes) and not self._splits(p)
+            p for p, axes, _ in step.needs if not p.is_put_off and self.name in names_of(axes) and not self._splits(p)
         ]
 
-    def _used_in_parts(self, inputs: Sequence[Part], ends: Collection[int]) -> set[int]:
+    def _used_in_parts(self, inputs: Sequence[Value], ends: Collection[int]) -> set[int]:
         """What is equal on all devices of the mesh axis, and only makes what is split over it."""
         found: set[int] = set()
-        uses: dict[int, list[Step]] = collections.defaultdict(list)
+        uses: dict[int, list[Ran]] = collections.defaultdict(list)
 
-        def fits(part: Part, step: Step) -> bool:
+        def fits(part: Value, step: Ran) -> bool:
             if not step.is_open:
                 return any(part is each for each in self._cut(step))
             return all(self._splits(each) or id(each) in found or each is part for each in step.results)
 
-        def look(parts: Sequence[Part]) -> None:
+        def look(parts: Sequence[Value]) -> None:
             for part in parts:
                 some = uses[id(part)]
                 if some and not self._splits(part) and id(part) not in ends and all(fits(part, each) for each in some):
@@ -94,11 +95,11 @@ class _Over:
         look(inputs)
         return found
 
-    def _is_sum(self, step: Step) -> bool:
+    def _is_sum(self, step: Ran) -> bool:
         """Whether what it makes is equal everywhere, whatever goes into it."""
         return not step.is_open or any(self._splits(each) for each in step.operands)
 
-    def _back(self, parts: Sequence[Part]) -> set[int]:
+    def _back(self, parts: Sequence[Value]) -> set[int]:
         """These and what they are made of, as long as that is used in parts only."""
         found, left = {*map(id, parts)}, list(parts)
         while left:
@@ -110,7 +111,7 @@ class _Over:
                     left.append(each)
         return found
 
-    def _marked(self, start: set[int]) -> tuple[float, list[tuple[Any, int]]]:
+    def _marked(self, start: set[int]) -> tuple[float, list[tuple[Path, int]]]:
         """How much less is on the wire if these vary, in elements that are gathered once, and what is to be marked."""
         vary, sums = {id(part) for part in self.inputs if id(part) in start}, dict[int, float]()
         sums.update((id(part), self._sum(part)) for part in self.inputs if id(part) in vary)
@@ -126,22 +127,22 @@ class _Over:
         saved = -sum(sums.values())
         asked = {
             (id(part), axes if (is_cut := self.name in names_of(axes)) else ()): (part, 1 if is_cut else 2)
-            for step in self.steps for part, axes, names in step.moves
-            if id(part) in vary and part.make is None and self.name in names | names_of(axes)
+            for step in self.steps for part, axes, names in step.needs
+            if id(part) in vary and not part.is_put_off and self.name in names | names_of(axes)
         }  # fmt: skip
         saved += sum(times * self._size(part) for part, times in asked.values())
-        return saved, [(step.key, at) for step in self.steps for at, part in enumerate(step.operands)
-                       if id(part) in vary and part.make is None]  # fmt: skip
+        return saved, [(step.path, at) for step in self.steps for at, part in enumerate(step.operands)
+                       if id(part) in vary and not part.is_put_off]  # fmt: skip
 
-    def _sum(self, part: Part, of: Part | None = None) -> float:
+    def _sum(self, part: Value, of: Value | None = None) -> float:
         """What a sum over the mesh axis costs: of rows two gathers, of a parameter what it adds to the sum over rows."""
         is_rows = id(part) in self.rows
-        if part.make is not None and part.signal is None and not is_rows:
+        if part.is_put_off and part.signal is None and not is_rows:
             return 0  # made of numbers
         split = names_of(of.axes) if of is not None and not is_rows and part.rest is None else ()
         return 2 * self._size(part) / math.prod(self.sizes[name] for name in split)
 
-    def _size(self, part: Part) -> float:
-        if part.make is None and not jnp.issubdtype(part.x.dtype, jnp.inexact):
+    def _size(self, part: Value) -> float:
+        if not part.is_put_off and not jnp.issubdtype(part.dtype, jnp.inexact):
             return 0
         return math.prod(local_shape(part.shape, part.axes, self.sizes))

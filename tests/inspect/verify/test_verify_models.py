@@ -13,7 +13,7 @@ from jax import lax
 
 import jshard
 from jshard.kernels.all_reduction import all_reduce
-from jshard.layers.partition import engine, lookup, part, shape
+from jshard.layers.partition import lookup, part, run, shape
 from tests.support.qwen3 import qwen3
 from tests.support.two_blocks import (
     DECODER,
@@ -168,8 +168,8 @@ def next_rank(names, size, sizes, dtype):
 @pytest.mark.parametrize(
     ("module", "name", "fault", "signal", "phase", "looks"),
     [
-        (engine, "all_reduce", first_part, None, "forward", "values differ"),  # every sum is wrong, and no place told
-        (engine, "all_reduce", summed_twice, "table", "forward", "2 times too large"),
+        (run, "all_reduce", first_part, None, "forward", "values differ"),  # every sum is wrong, and no place told
+        (run, "all_reduce", summed_twice, "table", "forward", "2 times too large"),
         (part, "vary", unmarked, "up", "backward", ""),
         (lookup, "first", next_rank, "table", "forward", ""),
     ],

@@ -1,0 +1,117 @@
+"""Which mesh axes split each factor of an equation: as claimed parameters are split, then as the larger operands are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape
+from jshard.layers.partition.value import Value
+from jshard.layouts.axes import Factors, spread
+from jshard.layouts.primitives import FIXED, KEPT
+from jshard.layouts.redistribution import Axes
+
+Sizes = Mapping[str, int]  # of the mesh
+
+
+def ways(names: Iterable[str], sizes: Sizes) -> int:
+    """Return over how many devices these mesh axes split."""
+    return math.prod(sizes[name] for name in names)
+
+
+def local_size(value: Value, sizes: Sizes) -> int:
+    """Return how many numbers one device's part has."""
+    return math.prod(local_shape(value.shape, value.axes, sizes))
+
+
+def choose(found: Factors, values: Sequence[Value], sizes: Sizes) -> Choice:
+    """Choose the mesh axes of each factor: as claimed parameters are split, then as the larger operands are, and of those the
+    ones that the others have been moved to before."""
+    order = sorted(
+        (
+            value.signal is None or not any(value.axes),
+            value.is_put_off,
+            -local_size(value, sizes),
+            any(value.has_been(other.axes) for other in values if other is not value),
+            number,
+        )
+        for number, value in enumerate(values)
+        if not value.is_undecided
+    )
+    choice: Choice = {}
+    left = {factor for result in found.results for of in result for factor in of}
+    # An axis of one element, over one device, may be squeezed.
+    fixed = {f for f, n in enumerate(found.sizes) if found.kinds[f] == FIXED or (n == 1 and f not in left)}
+    for *_, number in order:
+        used = {name for names in choice.values() for name in names}
+        for of, names in zip(found.operands[number], values[number].axes, strict=True):
+            free = tuple(itertools.takewhile(lambda name, used=used: name not in used, names))
+            for factor, some in spread(of, free, found.sizes, sizes):
+                if factor not in fixed and factor not in choice:
+                    choice[factor] = some
+    return moved_over(found, values, contiguous(found, choice, sizes), sizes)
+
+
+def moved_over(found: Factors, values: Sequence[Value], choice: Choice, sizes: Sizes) -> Choice:
+    """Keep the mesh axes that an axis can't keep: behind those that split it already, or on an axis before it. What would be
+    gathered, and lie whole behind the operation, costs an all-to-all and stays split."""
+    for value, of in zip(values, found.operands, strict=True):
+        if value.is_put_off or value.signal is not None:
+            continue
+        for axis, names in enumerate(value.axes):
+            for at, name in enumerate(names):
+                own = [factor for factor in of[axis] if at and choice.get(factor) == names[:at]]
+                for factor in (*own, *(factor for each in of[:axis] for factor in each)):
+                    more = {**choice, factor: (*choice.get(factor, ()), name)}
+                    if (
+                        not any(name in names for names in choice.values())
+                        and found.kinds[factor] == KEPT
+                        and not found.sizes[factor] % ways(more[factor], sizes)
+                        and contiguous(found, more, sizes) == more
+                    ):
+                        choice = more
+    return choice
+
+
+def foreseen(
+    wanted: Axes, shape: tuple[int, ...], values: Sequence[Value], found: Factors, choice: Choice, sizes: Sizes
+) -> Choice:
+    """Split what is larger than its operands as it will be wanted, so that not it is cut later, but they are."""
+    choice = dict(choice)
+    size = math.prod(local_shape(shape, axes_of(found.results[0], choice), sizes))
+    for of, names in zip(found.results[0], wanted, strict=False):
+        for factor, some in spread(of, names, found.sizes, sizes):
+            have = [v for v, each in zip(values, found.operands, strict=True) if any(factor in count for count in each)]
+            used = {name for names in choice.values() for name in names}
+            if factor in choice or used.intersection(some):
+                continue
+            if sum(local_size(each, sizes) for each in have) < size:
+                choice[factor] = some
+    return contiguous(found, choice, sizes)
+
+
+def contiguous(found: Factors, choice: Choice, sizes: Sizes) -> Choice:
+    """Leave out what would not be one piece of an axis: a minor factor is split only below major ones split to the end. A
+    factor left out for one array may be a major one of another."""
+    choice = dict(choice)
+    before = len(choice) + 1
+    while len(choice) < before:
+        before = len(choice)
+        for of in (of for each in (*found.operands, *found.results) for of in each):
+            open_ = False
+            for factor in of:
+                if open_:
+                    choice.pop(factor, None)
+                open_ |= ways(choice.get(factor, ()), sizes) != found.sizes[factor]
+    return choice
+
+
+def asked_of(found: Factors, number: int, axes: Axes, sizes: Sizes) -> Choice:
+    """Return how an operation that was put off is split where its result is needed split by `axes`."""
+    asked = {
+        factor: some
+        for at, names in zip(found.results[number], axes, strict=True)
+        for factor, some in spread(at, names, found.sizes, sizes)
+    }
+    return contiguous(found, {f: some for f, some in asked.items() if found.kinds[f] != FIXED}, sizes)

@@ -1,0 +1,85 @@
+"""The plan of a program: what each equation does on each device, decided once, from layouts and claims alone, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from jshard.layers.partition.fused import Fused
+from jshard.layers.partition.local_sizes import Choice
+from jshard.layouts.redistribution import Axes
+from jshard.programs.jaxprs import Eqn, bare, bodies
+from jshard.signals.signal import Signal
+
+Names = frozenset[str]
+Remat = str | tuple[str, ...]  # the word, or the names, of a signal
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One equation: `how` its rule runs it, where there are several ways; `inside` are the plans of programs that it holds."""
+
+    how: str = ""
+    choice: Choice = dataclasses.field(default_factory=dict)  # the mesh axes that each factor is split over
+    operands: tuple[Axes, ...] = ()  # how they lie before it
+    results: tuple[Axes, ...] = ()
+    moves: tuple[tuple[Axes, Axes], ...] = ()  # of operands, from where they lie to where it needs them
+    reason: str = ""
+    inside: tuple[Plan, ...] = ()
+    body: Any = None  # a program that is run in the place of the equation
+    fused: Fused | None = None  # of a product that is cut behind it: what the body reads and makes
+    carried: tuple[Axes, ...] = ()  # by a loop
+    lead: tuple[str, ...] = ()  # the mesh axis of stages that a loop goes along
+    remat: Remat = ""  # what of a loop's turn is computed anew
+    regather: bool = False  # whether the backward pass gathers again what a turn gathers
+    scattered: tuple[str, ...] = ()  # mesh axes over which the sum of its result is scattered
+    gathers: Signal | None = None  # whose `output` gathers the result
+    claim: Signal | None = None  # the claim of the parameter used last
+    claim_behind: Signal | None = None  # the same, when what is inside has run
+    marks: Mapping[int, Names] = dataclasses.field(
+        default_factory=dict
+    )  # operands whose gradients stay unreduced, and over what
+
+
+Plan = Mapping[Hashable, Step]
+
+CALL, PUT_OFF, AT_REST, WHOLE, DONE = "call", "put off", "at rest", "whole", "done"
+
+
+def names_of(axes: Axes) -> Names:
+    return frozenset(name for each in axes for name in each)
+
+
+def key_of(eqn: Eqn) -> Hashable:
+    """Name an equation by its first result, which it has in every program that it is cut into."""
+    return eqn.outvars[0] if eqn.outvars else id(eqn)
+
+
+def steps(program: Any, plan: Plan) -> Iterator[tuple[Eqn, Step]]:
+    """Yield each equation of a program that is run as it is, with its step; those inside of others behind them."""
+    for eqn in bare(program).eqns:
+        step = plan[key_of(eqn)]
+        if step.how == DONE:
+            continue
+        if step.body is None:
+            yield eqn, step
+        held = [body for body, _ in bodies(eqn, eqn.invars)] or [eqn.params.get("jaxpr")]
+        for body, inside in zip([step.body] if step.body is not None else held, step.inside, strict=False):
+            yield from steps(body, inside)
+
+
+def with_marks(
+    plan: Plan, marks: Mapping[tuple[Hashable, ...], Mapping[int, Names]], path: tuple[Hashable, ...] = ()
+) -> Plan:
+    """Return the plan with the operands that are to vary, by the path of calls to their equation."""
+    return {
+        key: dataclasses.replace(
+            step,
+            marks=marks.get((*path, key), {}),
+            inside=tuple(with_marks(each, marks, (*path, key)) for each in step.inside)
+            if step.how == CALL
+            else step.inside,
+        )
+        for key, step in plan.items()
+    }

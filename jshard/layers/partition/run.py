@@ -1,0 +1,232 @@
+"""Runs a jaxpr on each device's part of its arrays, inside a shard_map, as its plan says."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax._src import source_info_util
+from jax.extend.core import Literal
+from jax.sharding import Mesh
+
+from jshard.kernels.all_reduction import all_reduce
+from jshard.kernels.invariant_cast import over_one_device
+from jshard.layers.gather import Kernels
+from jshard.layers.partition.choice import asked_of
+from jshard.layers.partition.local_sizes import Choice, axes_of, localized
+from jshard.layers.partition.part import Moving, Names, Part, vary
+from jshard.layers.partition.plan import AT_REST, CALL, DONE, PUT_OFF, WHOLE, Plan, Step, key_of
+from jshard.layers.partition.planner import CASTS, Planner, PlanRule, known, sums_early, whole
+from jshard.layers.partition.value import Value
+from jshard.layouts.axes import Factors
+from jshard.layouts.primitives import FIXED, KEPT, LOOKUP, unknown_parameters
+from jshard.layouts.redistribution import Axes, Move
+from jshard.programs.jaxprs import Eqn, bare, called
+from jshard.programs.provenance import placed_in, scope
+from jshard.signals.signal import Signal
+
+
+class SomeLayers(NamedTuple):
+    """That the first layers of a loop run, fewer than it is long: how many here, and by stage, in words."""
+
+    loop: Eqn
+    number: Array
+    times: str
+
+
+class Run:
+    """Runs equations by their steps. Of a loop over layers only the first may run: as many as `some_layers` says."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        plans: Mapping[str, PlanRule],
+        rules: Mapping[str, Rule],
+        by: Mapping[str, str] = types.MappingProxyType({}),
+        some_layers: SomeLayers | None = None,
+    ):
+        self.mesh, self.plans, self.rules, self.some_layers = mesh, plans, rules, some_layers
+        self.sizes = dict(mesh.shape)
+        self.by = by  # the fields of the scope in which what is carried goes from stage to stage
+
+    # -- a jaxpr --
+
+    def run(self, program: Any, args: Sequence[Part], plan: Plan) -> list[Part]:
+        """Run a jaxpr, closed or open, on parts of its arguments."""
+        consts, jaxpr = getattr(program, "consts", ()), bare(program)
+        known: dict[Any, Part] = dict(zip(jaxpr.constvars, map(self.constant, consts), strict=True))
+        known.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Part:
+            return self.literal(atom) if isinstance(atom, Literal) else known[atom]
+
+        for eqn in jaxpr.eqns:
+            step = plan[key_of(eqn)]
+            if step.fused is not None:
+                pieces = self.equation(eqn, [read(atom) for atom in step.fused.inputs], step)
+                known.update((variable, pieces[at]) for variable, at in step.fused.pieces.items())
+            elif step.how != DONE:
+                known.update(
+                    zip(eqn.outvars, self.equation(eqn, [read(atom) for atom in eqn.invars], step), strict=True)
+                )
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+        """Run one equation, under the user's line and scopes, and the nearest claim where no scope names a signal."""
+        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        if step.claim is not None:
+            stack = placed_in(stack, step.claim.name)
+        # not `eqn.ctx.manager`: it would bring back the mesh of the trace, and the axes of this shard_map would be gone
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
+            if step.how == CALL:
+                return self.run(called(eqn), parts, step.inside[0])
+            for at, names in step.marks.items():
+                parts = [*parts[:at], parts[at].varying(names, self.moving(step.claim)), *parts[at + 1 :]]
+            if step.body is not None:
+                return self.run(step.body, parts, step.inside[0])
+            name = eqn.primitive.name
+            is_known = name in self.rules and not unknown_parameters(eqn)
+            return self.rules[name](self, eqn, parts, step) if is_known else self.by_table(eqn, parts, step)
+
+    def planned(self, program: Any, parts: Sequence[Part], claim: Signal | None) -> list[Part]:
+        """Plan a program that JAX has made now, the derivative of a function say, and run it."""
+        values = [Value(p.shape, p.axes, p.dtype, p.signal, p.rest) for p in parts]
+        _, plan = Planner(self.mesh, self.plans, nearest=claim).program(program, values)
+        return self.run(program, parts, plan)
+
+    def literal(self, atom: Any) -> Part:
+        return self.constant(jnp.asarray(atom.val, atom.aval.dtype))
+
+    def constant(self, x: Any) -> Part:
+        x = jnp.asarray(x)
+        return Part(tuple(x.shape), whole(x.ndim), x)
+
+    # -- an equation --
+
+    def by_table(self, eqn: Eqn, parts: Sequence[Part], step: Step) -> list[Part]:
+        if step.how == WHOLE:
+            outs = self.bind(eqn, [self.local(part, whole(len(part.shape)), step.claim) for part in parts])
+            return [
+                Part(tuple(v.aval.shape), whole(len(v.aval.shape)), x) for v, x in zip(eqn.outvars, outs, strict=True)
+            ]
+        if step.how == PUT_OFF:
+            return self.later(eqn, parts, step)
+        name = eqn.primitive.name
+        if step.how == AT_REST or (name in CASTS and parts[0].asked is not None):
+            if name == "convert_element_type":
+                return [parts[0].cast_by_program(eqn.params["new_dtype"])]
+            return [parts[0].renewed(self.bind(eqn, [parts[0].x])[0])]
+        found = known(eqn)
+        return self.results(eqn, self.bind(eqn, self.placed(parts, found, step), found, step.choice), found, step)
+
+    def later(self, eqn: Eqn, parts: Sequence[Part], step: Step) -> list[Part]:
+        """Put an operation off: it is done where a result of it is needed, as that needs it split."""
+        found, signal = known(eqn), next((part.signal for part in parts if part.signal is not None), None)
+        sources = [part.made_of if part.make else math.prod(part.shape) for part in parts if part.shape]
+        early, count = sums_early(sources, eqn, signal)
+
+        def result(number: int) -> Part:
+            shape = tuple(eqn.outvars[number].aval.shape)
+
+            def make(axes: Axes, names: Names, moving: Moving) -> Array:
+                choice = asked_of(found, number, axes, self.sizes)
+                xs = self.split(parts, found, choice, moving, names if early[number] else frozenset())
+                out = self.bind(eqn, xs, found, choice)[number]
+                return Part(shape, axes_of(found.results[number], choice), out).local(axes, names, moving)
+
+            made_of = count if early[number] else math.prod(shape)
+            return Part(shape, step.results[number], make=make, signal=signal, made_of=made_of)
+
+        return [result(number) for number in range(len(eqn.outvars))]
+
+    def placed(self, parts: Sequence[Part], found: Factors, step: Step) -> list[Array]:
+        """Bring the operands to how they are split by the choice of a step."""
+        return self.split(parts, found, step.choice, self.moving(step.claim))
+
+    def split(
+        self, parts: Sequence[Part], found: Factors, choice: Choice, moving: Moving, names: Names = frozenset()
+    ) -> list[Array]:
+        """Bring operands to how they are split by a choice, varying over `names` too."""
+        names = names.union(*choice.values(), *(part.beyond for part in parts))
+        return [p.local(axes_of(of, choice), names, moving) for p, of in zip(parts, found.operands, strict=True)]
+
+    def results(self, eqn: Eqn, outs: Sequence[Array], found: Factors, step: Step) -> list[Part]:
+        """Reduce over devices what the table says, and say how the results are split."""
+        results = []
+        for number, (variable, out, of) in enumerate(zip(eqn.outvars, outs, found.results, strict=True)):
+            for factor, kind in enumerate(found.kinds):
+                if number in found.sums and not any(factor in each for each in of):
+                    kind = "sum"
+                if kind not in (KEPT, FIXED, LOOKUP) and factor in step.choice:
+                    out = self.reduce(out, step.choice[factor], kind, step.claim)
+            results.append(Part(tuple(variable.aval.shape), axes_of(of, step.choice), out))
+        return results
+
+    def reduce(self, x: Array, names: tuple[str, ...], kind: str, claim: Signal | None, key: str = "") -> Array:
+        """Reduce over devices, by the algorithm that the claim names."""
+        if jnp.issubdtype(x.dtype, jnp.bool_):
+            return self.reduce(x.astype(jnp.int32), names, kind, claim, key).astype(jnp.bool_)
+        x = over_one_device(x, names, varies=False, is_sum=kind == "sum")
+        names = tuple(name for name in names if self.sizes[name] >= 2)
+        algorithm: Any = "auto" if claim is None else dict(claim.kernel).get("all_reduce", "auto")
+        fields = {"key": key} if key else {}
+        with scope(**fields):
+            return all_reduce(x, names, op=kind, algorithm=algorithm if kind == "sum" else "auto")  # type: ignore[arg-type]  # kinds are its words
+
+    def local(self, part: Part, axes: Axes, claim: Signal | None, names: Names = frozenset()) -> Array:
+        return part.local(axes, names, self.moving(claim))
+
+    def force(self, part: Part, claim: Signal | None) -> Part:
+        """The part itself: what was put off is made, and a stored parameter gathered."""
+        return part if part.make is None and part.rest is None else self.place(part, part.axes, claim)
+
+    def place(self, part: Part, axes: Axes, claim: Signal | None) -> Part:
+        return Part(part.shape, axes, self.local(part, axes, claim))
+
+    def moving(self, claim: Signal | None) -> Moving:
+        """Say who asks for moves: `sequence` for what it has scattered, else the operation that can't take it as it is; and by
+        which algorithms."""
+
+        @contextlib.contextmanager
+        def moving(steps: tuple[Move, ...]) -> Iterator[Kernels]:
+            kernels = () if claim is None else claim.kernel
+            scattered = () if claim is None else claim.sequence
+            if scattered and all(s.kind == "slice" or s.mesh_axis in scattered for s in steps):
+                with scope(key="sequence"):
+                    yield kernels
+                return
+            with scope(reason="redistribute"):
+                yield kernels
+
+        return moving
+
+    def bind(
+        self,
+        eqn: Eqn,
+        xs: Sequence[Any],
+        found: Factors | None = None,
+        choice: Choice | None = None,
+        **others: Any,
+    ) -> list[Any]:
+        """Run the primitive on local parts, with the parameters that say sizes made local."""
+        names = frozenset().union(*(jax.typeof(x).mat.varying for x in xs))
+        params = {**eqn.params, **{key: None for key in ("out_sharding", "sharding") if key in eqn.params}}
+        if found is not None and choice:
+            params |= localized(eqn, found, choice, self.sizes)
+        params |= others
+        out = eqn.primitive.bind(*(vary(x, names) for x in xs), **eqn.primitive.get_bind_params(params))
+        # NVIDIA's attention does not hand on over which mesh axes its operands vary
+        return [vary(x, names) for x in out] if eqn.primitive.multiple_results else [out]
+
+
+def shape_of(eqn: Eqn) -> tuple[int, ...]:
+    return tuple(eqn.outvars[0].aval.shape)
+
+
+Rule = Callable[[Run, Eqn, list[Part], Step], list[Part]]

@@ -1,0 +1,164 @@
+"""An array of a program as planning sees it: how it lies, and no numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jshard.layers.partition.plan import Names
+from jshard.layers.roles import Use, layout_in_use
+from jshard.layouts.redistribution import Axes
+from jshard.signals.claims import Claim
+from jshard.signals.signal import Signal
+
+
+@dataclasses.dataclass(eq=False)
+class Parameter:
+    """A parameter whose place its first use decides: the roles of its axes, and how it is split by them in use."""
+
+    path: str
+    claim: Claim
+    shape: tuple[int, ...]
+    sizes: Mapping[str, int]  # of the mesh
+    roles: list[str | None]
+    axes: Axes | None = None
+    told_by: Any = None  # the equation that decided
+
+    def decide(self, roles: Sequence[str | None], told_by: Any = None) -> None:
+        """Take the roles that a use gives the axes. What does not divide stays whole here: it is told with all others."""
+        self.told_by = self.told_by or told_by
+        self.roles = [before or role for before, role in zip(self.roles, roles, strict=True)]
+        axes = layout_in_use(self.claim.signal, self.roles, self.path, self.claim.stage).axes
+        ways = [math.prod(self.sizes[name] for name in names) for names in axes]
+        self.axes = tuple(() if n % w else names for n, names, w in zip(self.shape, axes, ways, strict=True))
+
+    def use(self) -> Use:
+        return Use(self.path, self.claim, self.shape, tuple(self.roles))
+
+
+def prefetches(signal: Signal | None, rest: Axes | None, dtype: Any) -> bool:
+    """Whether a claimed array is gathered one layer ahead: what `store` splits, or what is whole and said to be."""
+    if signal is None or not signal.store_prefetch or not jnp.issubdtype(dtype, jnp.inexact):
+        return False
+    return rest is not None or not signal.store
+
+
+def regathers(signal: Signal | None, rest: Axes | None) -> bool:
+    """Whether a parameter is gathered for its use, and again for the backward pass."""
+    return rest is not None and signal is not None and bool(signal.store) and not signal.store_keep
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """An array of `shape`, split by `axes`. One that is put off is made where it is needed: `recipe` says what that needs."""
+
+    shape: tuple[int, ...]
+    axes: Axes
+    dtype: Any
+    signal: Signal | None = None  # which claims it: a parameter, or what is only cast or transposed from one
+    rest: Axes | None = None  # of a stored parameter: how it rests
+    recipe: Callable[[Axes, Names], None] | None = None
+    made_of: int = 0  # of one that is put off: how many numbers, whose gradients are summed where they begin to vary
+    parameter: Parameter | None = None
+    of: tuple[int | None, ...] = ()  # the axis of the parameter that each axis is
+    is_only_looked_up: bool = False  # of a stored parameter: nothing else reads it, so that it need not be whole
+    uncast: Value | None = None  # of a parameter that the program casts, and whose gradient is summed in another dtype
+    wire: Any = None  # the dtype that it is gathered in
+    needed: set[tuple[Axes, Names]] = dataclasses.field(default_factory=set)  # how its uses need it
+    casts: dict[Any, Value] = dataclasses.field(default_factory=dict)  # the same array in other dtypes
+    within: list[Value] = dataclasses.field(default_factory=list)  # the same array inside loops and checkpoints
+    pieces: dict[Any, list[Value]] = dataclasses.field(default_factory=dict)  # that it is cut into
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes), self
+
+    @property
+    def is_put_off(self) -> bool:
+        return self.recipe is not None
+
+    @property
+    def is_undecided(self) -> bool:
+        return self.parameter is not None and self.parameter.axes is None
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether it is gathered while another layer computes, and its gradient scattered, or that of a whole one summed."""
+        return self.parameter is None and prefetches(self.signal, self.rest, self.dtype)
+
+    def has_been(self, axes: Axes) -> bool:
+        """Whether another use has needed it so."""
+        return axes in {needed for needed, _ in self.needed}
+
+    def settle(self) -> None:
+        """Take the place that another use of the parameter has decided meanwhile."""
+        parameter = self.parameter
+        if parameter is not None and parameter.axes is not None and not self.is_put_off:
+            axes = tuple(() if at is None else parameter.axes[at] for at in self.of)
+            if axes != self.axes:
+                self.axes = axes
+                self.needed.clear()
+
+    def renewed(self, **changes: Any) -> Value:
+        """The same place for another array, of which nothing is remembered."""
+        forgotten: dict[str, Any] = {"needed": set(), "casts": {}, "within": [], "pieces": {}, "uncast": None}
+        return dataclasses.replace(self, **forgotten | changes)
+
+    def outside(self) -> Value:
+        """The same place in another program."""
+        return self.renewed(recipe=None)
+
+    def inside(self) -> Value:
+        """The same place in a loop or a checkpoint, which may close over what has been made of this one."""
+        inside = self.renewed(recipe=None, needed=set(self.needed))
+        inside.casts = {key: each.inside() for key, each in self.casts.items() if not each.is_put_off}
+        self.within.append(inside)
+        return inside
+
+    def all_within(self) -> Iterator[Value]:
+        for each in self.within:
+            yield each
+            yield from each.all_within()
+
+    def one_turn(self) -> Value:
+        """One of those that a loop goes along: a layer of stacked parameters is a parameter."""
+        rest = self.axes if self.rest is None and self.prefetches else self.rest
+        rest = None if rest is None else rest[1:]
+        return self.renewed(shape=self.shape[1:], axes=self.axes[1:], rest=rest, of=self.of[1:])
+
+    def cast(self, dtype: Any, wire: Any = None) -> Value:
+        """The same array in another dtype, where it lies."""
+        dtype, key = jnp.dtype(dtype), (str(dtype), None if wire is None else str(wire))
+        if key not in self.casts:
+            if self.is_put_off:
+                self.casts[key] = Value(
+                    self.shape, self.axes, dtype, self.signal, recipe=self.recipe, made_of=self.made_of
+                )
+            elif self.dtype == dtype and (wire is None or dtype == wire):
+                return self
+            else:
+                self.casts[key] = self.renewed(dtype=dtype, wire=wire)
+        return self.casts[key]
+
+    def cast_by_program(self, dtype: Any) -> Value:
+        """The same parameter after a cast. Where its claim sums gradients in a wider dtype, they are of what was cast."""
+        found, wide = self.cast(dtype), None if self.signal is None else self.signal.dtype.reduce
+        if found is not self and wide is not None and jnp.result_type(wide, self.dtype, found.dtype) == wide:
+            found.uncast = self
+        return found
+
+    def summed_in(self, wide: Any, compute: Any) -> Value:
+        """The same array in the dtype that its gradient is summed in; it is gathered in the dtype that it is used in."""
+        source = self if self.uncast is None or self.dtype != compute else self.uncast
+        return source.cast(wide, compute if self.rest is not None or self.signal is None else None)
+
+    def at_rest(self, dtype: Any, shape: tuple[int, ...], order: Sequence[int | None]) -> Value:
+        """The same parameter after an operation that leaves it where it rests: `order` is the axis that each was, or None for
+        one that is new."""
+        ordered = lambda axes: tuple(() if at is None else axes[at] for at in order)
+        rest = None if self.rest is None else ordered(self.rest)
+        of = tuple(None if at is None else self.of[at] for at in order) if self.of else ()
+        return self.renewed(dtype=dtype, shape=shape, axes=ordered(self.axes), rest=rest, of=of)

@@ -1,0 +1,86 @@
+"""What a plan says of a program: each equation is decided once a pass, and `explain --why` prints decision and reason."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+
+import pytest
+
+from jshard.cli import main
+from jshard.layers.partition.plan import key_of
+from jshard.layers.partition.planner import Planner
+from jshard.programs.jaxprs import bare
+from jshard.signals import active_config as current
+from jshard.training.experiments.experiment import Experiment
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SMALL = (
+    "model.width=32", "model.depth=4", "model.heads=4", "model.hidden=64", "data.length=32", "data.text=english", "batch=8",
+)  # fmt: skip
+
+
+@pytest.fixture
+def english(tmp_path, monkeypatch):
+    (tmp_path / "english").mkdir()
+    (tmp_path / "english/0.txt").write_text("one is followed by two.\n" * 40)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("file", "passes"), [
+    ("lm/english.yaml", 2),  # where parameters lie, and how the program runs on them
+    ("pipe-1f1b.yaml", 3),  # and how one stage does
+])  # fmt: skip
+def test_each_equation_is_decided_once_a_pass(file, passes, english, monkeypatch):
+    decided, programs, inside = collections.Counter(), collections.Counter(), []
+    equation, program = Planner.equation, Planner.program
+
+    def counted(self, eqn, values):
+        inside.append(key_of(eqn))
+        decided[self, tuple(inside)] += 1
+        try:
+            return equation(self, eqn, values)
+        finally:
+            inside.pop()
+
+    def started(self, jaxpr, values):
+        programs[tuple(bare(jaxpr).invars)] += not inside
+        return program(self, jaxpr, values)
+
+    monkeypatch.setattr(Planner, "equation", counted)
+    monkeypatch.setattr(Planner, "program", started)
+    Experiment.build(current.load(CONFIGS / file, [*SMALL, "_split.store=data"]), current.mesh()).lowered()
+    assert set(decided.values()) == {1}
+    assert max(programs.values()) == passes
+
+
+LINES = """\
+blocks/mlp/up/kernel, float32[4,256,640], claimed by columns (configs/lm/english.yaml:27: column: tensor)
+  split over tensor (axis 2); told by its first use, dot_general
+"""
+
+
+@pytest.mark.parametrize(("word", "found"), [
+    ("up/kernel", LINES), ("blocks/mlp/u*/kernel", LINES),
+    ("*/up/bias", "'*/up/bias' is not a claimed parameter of this program; write one of "),
+    ("model.py:12", "'model.py:12' is not a source line of an equation of this program; name a model "),
+])  # fmt: skip
+def test_why_a_parameter_lies_as_it_does_is_printed(word, found, capsys, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    assert main(["explain", "configs/lm/english.yaml", "--why", word]) == (found is not LINES) * 2
+    out, err = capsys.readouterr()
+    assert found.replace("'", '"') in out + err
+
+
+def test_how_the_equations_of_a_line_are_split_is_printed(capsys, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    assert main(["explain", "configs/adopt/transformer.yaml", "--trust", "--why", "adopted.py:25"]) == 0
+    rows = capsys.readouterr().out
+    at = lambda line: f'signal "{line[0]}" (configs/adopt/transformer.yaml:{line[1]}) splits its parameter'
+    columns, sums = at(("columns", 15)), at(("sums", 16))
+    assert (
+        f"dot_general [data, -, -], [-, tensor] -> [data, -, tensor]: tensor as {columns}; data as operand 0 lies  x 2"
+        in rows
+    )
+    assert f"tensor as {sums}; data as operand 0 lies; summed over tensor  x 2" in rows
+    assert "reshape [tensor] -> [-, -, tensor]: made where it is needed, as that needs it" in rows
