@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("in_the_root")
 
 def test_page_shows_every_command():
     assert [command.split()[1] for command, _ in SHOWN] == [
-        "explain", "explain", "diff", "diff", "diff", "plan", "diff", "verify", "report", "explain", "check", "check",
+        "explain", "explain", "explain", "diff", "diff", "diff", "plan", "diff", "verify", "report", "explain", "check", "check",
     ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,3 +17,13 @@ def test_walk_prints_what_it_shows():
     words = [sys.executable, "-m", "doctest", "docs/walk.md"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=users_environment(PYTHONPATH=str(ROOT)))
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+def test_walk_names_files_that_are_there():
+    """In its tables a file stands by its path, or by its name below the heading's folder."""
+    page = (ROOT / "docs/walk.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", "\n".join(rows))
+    folder = ROOT / "jshard/layers/partition"
+    assert len(named) >= 20
+    assert [name for name in named if not (ROOT / name).exists() and not (folder / name).exists()] == []

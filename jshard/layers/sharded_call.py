@@ -31,7 +31,8 @@ from jshard.layers.layer import built_arrays
 from jshard.layers.linen import check_nothing_looks_like_parameters, has_params, is_callable_tree, trees_of_parameters
 from jshard.layers.partition import Input, Microbatches, Program
 from jshard.layers.partition.planner import whole
-from jshard.layers.pipeline import Pipelined, PipelinedPieces
+from jshard.layers.pipeline.numbered import PipelinedPieces
+from jshard.layers.pipeline.stacked import Pipelined
 from jshard.layers.program_claims import program_claims
 from jshard.layers.recording import Taken, recorder
 from jshard.layers.uncreated import created

@@ -58,7 +58,7 @@ def test_launch_and_training_compare_no_clocks_on_the_wall():
     users = {
         file.name
         for room in rooms
-        for file in room.glob("*.py")
+        for file in room.rglob("*.py")
         if re.search(r"time\.time\(|datetime", file.read_text())
     }
     assert users == {"log.py", "on_demand_trace.py"}  # the stamps of a log, and how long a request for a trace is good

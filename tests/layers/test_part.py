@@ -226,7 +226,7 @@ def test_a_part_is_gathered_ahead_and_again_where_that_is_said(case):
     signal = jshard.load({"jshard": {"mesh": SIZES}, "a": {**words, "match": ["**"]}}).signals["a"]
     one = part.Part((8, 8), ((), ()), X, rest=(D, ()) if is_stored else None, signal=signal)
     assert [one.prefetches, one.regathers] == expected
-    assert not one.renewed(X.astype(int)).prefetches and not dataclasses.replace(one, signal=None).prefetches
+    assert not one.renewed(x=X.astype(int)).prefetches and not dataclasses.replace(one, signal=None).prefetches
     undecided = Parameter("w", Claim(signal, "**"), (8, 8), SIZES, [None, None])
     value = Value((8, 8), ((), ()), X.dtype, signal, (D, ()) if is_stored else None)
     assert value.prefetches == one.prefetches

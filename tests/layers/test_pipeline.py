@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jshard.layers.partition.ticks import Model, run_table
+from jshard.layers.pipeline.ticks import Model, run_table
 from jshard.programs.jaxprs import equations
 from jshard.schedules import KINDS, generate, read
 

@@ -16,7 +16,9 @@ from jshard.errors import JShardError
 from jshard.layers.balance import Costs
 from jshard.layers.call_arguments import OUTSIDE, PARAMETER, VARIABLE
 from jshard.layers.partition.stages import Counts
-from jshard.layers.pipeline import Pipelined, PipelinedPieces, present_table
+from jshard.layers.pipeline.numbered import PipelinedPieces
+from jshard.layers.pipeline.stacked import Pipelined
+from jshard.layers.pipeline.table import present_table
 from jshard.layers.sharded_call import Call
 from jshard.layouts.layout import Layout
 from jshard.programs.jaxprs import equations

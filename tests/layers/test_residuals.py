@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jshard.layers.partition.halves import Place
-from jshard.layers.partition.residuals import Chunk
+from jshard.layers.pipeline.residuals import Chunk
 from jshard.programs.jaxprs import equations
 
 near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)

@@ -21,7 +21,7 @@ from jshard.inspect.ledger.diff import compare
 from jshard.inspect.plan.comparison import compare as against
 from jshard.inspect.timeline import capture
 from jshard.layers.accumulation import accumulated
-from jshard.layers.partition import ticks
+from jshard.layers.pipeline import ticks
 from jshard.layers.sharding import objective_of
 from jshard.printing.units import size
 from jshard.programs.flops import arithmetic_of

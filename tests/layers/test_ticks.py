@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jshard.layers.partition.ticks import Model, Slot, run_table, slot_p
+from jshard.layers.pipeline.ticks import Model, Slot, run_table, slot_p
 from jshard.programs.jaxprs import equations
 from jshard.programs.provenance import said
 from jshard.schedules import generate, read

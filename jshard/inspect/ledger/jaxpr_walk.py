@@ -15,7 +15,7 @@ from jshard.inspect.ledger.explicit_sharding import typed_collectives
 from jshard.inspect.ledger.implicit_resharding import decided_by_compiler
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import Schedule, collective_of, declared
-from jshard.layers.partition.ticks import slot_p
+from jshard.layers.pipeline.ticks import slot_p
 from jshard.programs.jaxprs import CHECKPOINTS, Eqn, Jaxpr, bare, equations, inner
 from jshard.programs.provenance import Cause, often, said, source_of
 from jshard.signals.keys import blamed

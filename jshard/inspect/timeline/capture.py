@@ -18,7 +18,7 @@ from jshard.inspect.compiled.collective import axes_of
 from jshard.inspect.ledger.entries import Staged
 from jshard.inspect.timeline.event import Event, FileEvents, read
 from jshard.inspect.timeline.programs import Operation
-from jshard.layers.pipeline import present_table
+from jshard.layers.pipeline.table import present_table
 from jshard.programs.protobuf import Unreadable
 from jshard.programs.provenance import Cause
 from jshard.runs.names import CAPTURED, TRACE

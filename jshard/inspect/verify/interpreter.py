@@ -29,7 +29,7 @@ from jshard.inspect.verify.residues import (
     touches_floats,
 )
 from jshard.inspect.verify.wide import wide_results, widened
-from jshard.layers.partition.ticks import slot_p
+from jshard.layers.pipeline.ticks import slot_p
 from jshard.programs.jaxprs import Atom, Eqn, Jaxpr, Shaped, bare, bound, called, inner, is_in, scanned
 
 

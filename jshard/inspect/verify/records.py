@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jshard.layers.partition.ticks import Slot
+from jshard.layers.pipeline.ticks import Slot
 from jshard.programs.provenance import Cause
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,15 +15,15 @@ from jax import Array, lax
 from jax.extend.core import Var
 
 from jshard.errors import JShardError
+from jshard.layers.partition.halves import zeros_like_result
 from jshard.layers.partition.part import Part, vary
-from jshard.layers.partition.plan import Plan, Remat, Step
+from jshard.layers.partition.plan import Names, Plan, Remat, Step
 from jshard.layers.partition.planner import Planned, Planner, PlanRule, number, traced_whole
 from jshard.layers.partition.prefetch import is_smooth, padded, scan_ahead, smooth
 from jshard.layers.partition.readers import is_one_turn
 from jshard.layers.partition.run import Rule, Run, SomeLayers
 from jshard.layers.partition.stages import in_turn
-from jshard.layers.partition.ticks import zeros_like_result
-from jshard.layers.partition.value import Value, regathers
+from jshard.layers.partition.value import Value, need_before
 from jshard.layers.remat import CHUNK, recomputed
 from jshard.layouts.primitives import ELEMENTWISE
 from jshard.layouts.redistribution import Axes
@@ -67,7 +66,7 @@ def _plan_scan(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
         return made, inside
 
     axes, made, inside = _settled([plan.force(value).axes for value in carry], consts, body)
-    _needed_before(plan, consts)
+    need_before(consts, plan.need)
     for value, a in zip(carry, axes, strict=True):
         plan.need(value, a)
     results = [Value(value.shape, a, value.dtype) for value, a in zip(carry, axes, strict=True)]
@@ -101,9 +100,7 @@ def _check_ahead(eqn: Eqn, signal: Signal | None) -> None:
 def _keeps_no_parameter(over: Sequence[Value]) -> bool:
     """Whether the backward pass marks the layers' parameters again, as it gathers them: kept, they would be stacked anew."""
     signals = [value.signal for value in over if value.signal is not None]
-    return any(regathers(value.signal, value.rest) for value in over) or (
-        bool(signals) and not any(each.store_keep for each in signals)
-    )
+    return any(value.regathers for value in over) or (bool(signals) and not any(each.store_keep for each in signals))
 
 
 def _remat_of(over: Sequence[Value]) -> Remat:
@@ -152,19 +149,6 @@ def _finer(old: Axes, new: Axes) -> bool:
     return old != new and all(b[: len(a)] == a for a, b in zip(old, new, strict=True))
 
 
-def _needed_before(plan: Planner, values: Sequence[Value]) -> None:
-    """Need before a loop what each turn would: else each turn has a collective, or one in its gradient."""
-    for value in values:
-        value.settle()
-        inside = list(value.all_within())
-        for axes, names in dict.fromkeys(key for each in inside for key in each.needed):
-            plan.need(value, axes, names)
-        for key in dict.fromkeys(key for each in inside for key in each.casts):
-            cast = value.cast(*key)
-            cast.within = [each.casts[key] for each in inside if key in each.casts]
-            _needed_before(plan, [cast])
-
-
 def _plan_while(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     asked, values = eqn.params, [plan.array(value) for value in values]
     of_test, of_body = asked["cond_nconsts"], asked["body_nconsts"]
@@ -180,7 +164,7 @@ def _plan_while(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
         return [Value(value.shape, a, value.dtype) for value, a in zip(carry, axes, strict=True)]
 
     axes, _, inside = _settled([plan.force(value).axes for value in carry], consts, body)
-    _needed_before(plan, consts)
+    need_before(consts, plan.need)
     for value, a in zip(carry, axes, strict=True):
         plan.need(value, a)
     (found,), test = plan.program(asked["cond_jaxpr"], [*(value.outside() for value in test_consts), *state(axes)])
@@ -231,38 +215,22 @@ def _plan_refused(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
 # -- runs --
 
 
-def _alike(part: Part, x: Any) -> Part:
-    """The same place for another array: in another trace nothing may be remembered of this one."""
-    return part.renewed(x, make=None)
-
-
-def _within(part: Part, x: Any) -> Part:
-    """The same place in a loop or a checkpoint, which may close over what has been made of this one."""
-    inside = dataclasses.replace(_alike(part, x), cache=dict(part.cache), gathered=dict(part.gathered))
-    inside.casts = {key: _within(each, each.x) for key, each in part.casts.items() if each.make is None}
-    part.within.append(inside)
-    return inside
-
-
 def _before(run: Run, parts: Sequence[Part], claim: Signal | None) -> None:
-    """Gather, cut and mark what each turn of a loop would, once and before it: else each turn has a collective, or one in its
-    gradient."""
-    for part in parts:
+    """Gather, cut and mark before a loop what each of its turns would."""
+
+    def need(part: Part, axes: Axes, names: Names) -> None:
         with contextlib.nullcontext() if part.signal is None else scope(claim=part.signal.name):
-            for each in _inside(part):
-                for axes, names in each.cache:
-                    if isinstance(axes, tuple):  # else what was made of it is remembered
-                        run.local(part, axes, claim, names)
-            for key in dict.fromkeys(key for each in _inside(part) for key in each.casts):
-                cast = part.follow([key])
-                cast.within = [each.casts[key] for each in _inside(part) if key in each.casts]
-                _before(run, [cast], claim)
+            run.local(part, axes, claim, names)
+
+    need_before(parts, need)
 
 
-def _inside(part: Part) -> Iterator[Part]:
-    for each in part.within:
-        yield each
-        yield from _inside(each)
+def _within(part: Part, x: Array) -> Part:
+    return part.inside(x=x)
+
+
+def _alike(part: Part, x: Array) -> Part:
+    return part.outside(x=x)
 
 
 def _made(run: Run, part: Part, step: Step) -> Part:
@@ -287,7 +255,9 @@ def _anew(run: Run, eqn: Eqn, parts: list[Part], step: Step, wrapped: Callable[[
     parts, found = [_made(run, part, step) for part in parts], list[Part]()
 
     def body(*xs: Array) -> list[Array]:
-        made = run.run(eqn.params["jaxpr"], list(map(_within, parts, xs)), step.inside[0])
+        made = run.run(
+            eqn.params["jaxpr"], [part.inside(x=x) for part, x in zip(parts, xs, strict=True)], step.inside[0]
+        )
         found[:] = [run.force(part, step.claim_behind) for part in made]
         return [part.x for part in found]
 
@@ -316,15 +286,16 @@ def _scan(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
     def turn(carries: Sequence[Array], each: Sequence[Any], given: Sequence[Array]) -> tuple[Any, Any]:
         inner[:] = map(_within, consts, given)
         inner.extend(Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True))
-        inner.extend(x if isinstance(x, Part) else _one_of(part, x) for part, x in zip(over, each, strict=True))
+        inner.extend(x if isinstance(x, Part) else part.one_turn(x=x) for part, x in zip(over, each, strict=True))
         made[:] = run.run(jaxpr, inner, step.inside[0])
         made[carried:] = [run.force(part, step.claim_behind) for part in made[carried:]]
         return _like(run, made[:carried], axes, step.claim_behind), [part.x for part in made[carried:]]
 
     start, given = _like(run, carry, axes, step.claim), [part.x for part in consts]
-    jax.make_jaxpr(turn)(
-        start, [part.x[0] for part in over], given
-    )  # tells what each turn makes of what it closes over
+    if consts or step.how == AHEAD:
+        jax.make_jaxpr(turn)(
+            start, [part.x[0] for part in over], given
+        )  # tells what a turn makes of what it closes over
     _before(run, consts, step.claim_behind)
     layer = lambda carries, each: turn(carries, each, [part.x for part in consts])
     length = asked["length"] // math.prod(run.sizes[name] for name in lead)
@@ -352,7 +323,7 @@ def _scan(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
 
 
 def _one_turn(run: Run, eqn: Eqn, given: Sequence[Part], over: Sequence[Part], step: Step) -> list[Part]:
-    each = [_one_of(part, lax.squeeze(part.x, (0,))) for part in (_led_by(run, part, (), step) for part in over)]
+    each = [part.one_turn(x=lax.squeeze(part.x, (0,))) for part in (_led_by(run, part, (), step) for part in over)]
     made = run.run(eqn.params["jaxpr"], [*given, *each], step.inside[0])
     _, carried = scanned(eqn)
     shapes = [tuple(variable.aval.shape) for variable in eqn.outvars[carried:]]
@@ -390,7 +361,7 @@ def _ahead(
     others = [at for at in range(len(over)) if at not in ahead]
 
     def gather(at: int, path: Any, steps: Any, x: Any) -> Any:
-        part = _one_of(over[at], x)
+        part = over[at].one_turn(x=x)
         with contextlib.nullcontext() if part.signal is None else scope(claim=part.signal.name):
             return part.follow(path).gather(steps)
 
@@ -403,7 +374,7 @@ def _ahead(
         it = iter(full)
         for at, uses in ahead.items():
             # the dtype alone is read, and no use can gather it once more
-            parts[at] = _one_of(over[at], jax.ShapeDtypeStruct((), over[at].x.dtype))
+            parts[at] = over[at].one_turn(x=jax.ShapeDtypeStruct((), over[at].x.dtype))
             for path, steps in uses:
                 parts[at].follow(path).gathered[steps] = next(it)
         return layer(carries, [parts[at] for at in range(len(over))])
@@ -419,13 +390,6 @@ def _led_by(run: Run, part: Part, lead: tuple[str, ...], step: Step) -> Part:
     """The axis that a scan goes along is whole on every device, or split over stages, of a stored parameter too."""
     lies = part.axes if part.rest is None else part.rest
     return part if lies[0] == lead else run.place(part, (lead, *part.axes[1:]), step.claim)
-
-
-def _one_of(part: Part, x: Any) -> Part:
-    """One of those that a scan goes along: a layer of stacked parameters is a parameter."""
-    rest = part.axes if part.rest is None and part.prefetches else part.rest
-    rest = None if rest is None else rest[1:]
-    return part.renewed(x, shape=part.shape[1:], axes=part.axes[1:], rest=rest)
 
 
 def _while(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
@@ -447,7 +411,8 @@ def _while(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
         return run.place(found, (), step.claim_behind).x
 
     start, given = _like(run, carry, axes, step.claim), [part.x for part in consts]
-    jax.make_jaxpr(body)(start, given)  # tells what each turn makes of what it closes over
+    if consts:
+        jax.make_jaxpr(body)(start, given)  # tells what a turn makes of what it closes over
     _before(run, consts, step.claim_behind)
     last = lax.while_loop(test, lambda carries: body(carries, [part.x for part in consts]), start)
     return state(last)

@@ -355,3 +355,8 @@ def standing_at(eqn: Any) -> Any:
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     stack = stack.extend("checkpoint") if eqn.primitive.name in CHECKPOINTS else stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+
+
+def zeros_like_result(f: Callable[..., Tree], *args: Any) -> Tree:
+    """Make zeros of the types that `f(*args)` has, inside a shard_map."""
+    return traced(f, *args)[1]

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import MappingProxyType
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jshard.kernels.invariant_cast import over_one_device
 from jshard.kernels.select_algorithm import choose, is_psum
 from jshard.layers.gather import Gathers, Kernels, gather
 from jshard.layers.partition.plan import Names, names_of
-from jshard.layers.partition.value import prefetches, regathers
+from jshard.layers.partition.value import Lying
 from jshard.layers.remat import activation
 from jshard.layouts.redistribution import Axes, Move, move, plan_moves, take_slice
 from jshard.programs.provenance import scope
@@ -33,7 +34,7 @@ Moving = Callable[[tuple[Move, ...]], contextlib.AbstractContextManager[Kernels]
 
 
 @dataclasses.dataclass(eq=False)
-class Part:
+class Part(Lying):
     """One device's part of an array of `shape`, which varies over the mesh axes that split it, and over no other.
 
     `make` makes it where it is needed (a broadcast, an iota): it costs nothing to split, and its gradient is summed small.
@@ -48,12 +49,15 @@ class Part:
     signal: Signal | None = None  # which claims it: a parameter, or what is only cast or transposed from one
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what uses have in common
     gathered: dict[Gathers, Array] = dataclasses.field(default_factory=dict)  # of a stored parameter
-    within: list[Part] = dataclasses.field(default_factory=list)  # the same array inside loops and checkpoints
-    casts: dict[Any, Part] = dataclasses.field(default_factory=dict)  # the same array in other dtypes
+    within: list[Self] = dataclasses.field(default_factory=list)  # the same array inside loops and checkpoints
+    casts: dict[Any, Self] = dataclasses.field(default_factory=dict)  # the same array in other dtypes
     is_multiplied_once: bool = False  # of a stored parameter: one product reads it, and nothing else
     wire: Any = None  # the dtype that it is gathered in; its gradient is scattered in its own
-    uncast: Part | None = None  # of a parameter that the program casts, and whose gradient is summed in another dtype
+    uncast: Self | None = None  # of a parameter that the program casts, and whose gradient is summed in another dtype
     asked: set[Names] | None = None  # of a parameter that is followed: the mesh axes that each use makes it vary over
+
+    FORGOTTEN = MappingProxyType({"cache": dict, "gathered": dict, "casts": dict, "within": list})
+    KEPT_INSIDE, PUT_OFF = ("cache", "gathered"), "make"
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), self
@@ -63,14 +67,8 @@ class Part:
         return self.x.dtype
 
     @property
-    def prefetches(self) -> bool:
-        """Whether it is gathered while another layer computes, and its gradient scattered, or that of a whole one summed."""
-        return prefetches(self.signal, self.rest, self.dtype)
-
-    @property
-    def regathers(self) -> bool:
-        """Whether it is gathered for its use, and again for the backward pass."""
-        return regathers(self.signal, self.rest)
+    def needs(self) -> Iterable[tuple[Axes, Names]]:
+        return (key for key in self.cache if isinstance(key[0], tuple))  # else what was made of it is remembered
 
     @property
     def beyond(self) -> Names:
@@ -102,12 +100,6 @@ class Part:
         if key not in self.cache:
             self.cache[key] = self._local(axes, names, moving)
         return self.cache[key]
-
-    def summed_in(self, wide: Any, compute: Any) -> Part:
-        """The same array in the dtype that its gradient is summed in; it is gathered in the dtype that it is used in."""
-        source = self if self.uncast is None or self.x.dtype != compute else self.uncast
-        is_gathered = self.rest is not None or self.signal is None
-        return source.cast(wide, compute if is_gathered else None)
 
     def _local(self, axes: Axes, names: Names, moving: Moving) -> Array:
         if self.make is not None:
@@ -178,32 +170,12 @@ class Part:
         """The same array as these casts leave it."""
         return functools.reduce(lambda part, key: part.cast(*key), path, self)
 
-    def cast(self, dtype: Any, wire: Any = None) -> Part:
-        """The same array in another dtype, where it lies: made once for all its uses."""
-        dtype, key = jnp.dtype(dtype), (str(dtype), None if wire is None else str(wire))
-        if key not in self.casts:
-            if (make := self.make) is not None:
-                cast: Any = lambda axes, names, moving: make(axes, names, moving).astype(dtype)
-                self.casts[key] = Part(self.shape, self.axes, make=cast, signal=self.signal, made_of=self.made_of)
-            elif self.x.dtype == dtype and (wire is None or dtype == wire):
-                return self
-            else:
-                is_shape = isinstance(self.x, jax.ShapeDtypeStruct)
-                self.casts[key] = self.renewed(
-                    self.x.update(dtype=dtype) if is_shape else self.x.astype(dtype), wire=wire
-                )
-        return self.casts[key]
-
-    def cast_by_program(self, dtype: Any) -> Part:
-        """The same parameter after a cast. Where its claim sums gradients in a wider dtype, they are of what was cast."""
-        found, wide = self.cast(dtype), None if self.signal is None else self.signal.dtype.reduce
-        if found is not self and wide is not None and jnp.result_type(wide, self.x, found.x) == wide:
-            found.uncast = self
-        return found
-
-    def renewed(self, x: Any, **changes: Any) -> Part:
-        """The same place for another array, of which nothing is remembered."""
-        return dataclasses.replace(self, x=x, cache={}, gathered={}, within=[], casts={}, uncast=None, **changes)
+    def in_dtype(self, dtype: Any, wire: Any) -> Part:
+        if (make := self.make) is not None:
+            cast: Any = lambda axes, names, moving: make(axes, names, moving).astype(dtype)
+            return Part(self.shape, self.axes, make=cast, signal=self.signal, made_of=self.made_of)
+        is_shape = isinstance(self.x, jax.ShapeDtypeStruct)
+        return self.renewed(x=self.x.update(dtype=dtype) if is_shape else self.x.astype(dtype), wire=wire)
 
 
 @contextlib.contextmanager

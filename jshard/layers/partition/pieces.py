@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshard.errors import JShardError
+from jshard.layers.partition.halves import zeros_like_result
 from jshard.layers.partition.part import Part, vary
 from jshard.layers.partition.plan import names_of
-from jshard.layers.partition.ticks import zeros_like_result
 from jshard.programs.jaxprs import is_in, part_of, variables
 from jshard.programs.provenance import scope
 from jshard.signals.active_config import configuration

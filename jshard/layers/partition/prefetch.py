@@ -59,55 +59,75 @@ def scan_ahead(
     Of the last turn, whose forward and backward stand beside each other, XLA keeps what the forward made, unless `remat` is
     "full".
     """
+    ahead = _Ahead(layer, gathers, (carry, shards, each), length=length, reverse=reverse, travels=travels, remat=remat)
+    call = jax.custom_vjp(lambda *operands: ahead.forward(*operands)[0])
+    call.defvjp(ahead.forward, ahead.backward)
+    # What the layer closes over is an operand, as a custom derivative may close over nothing that is differentiated.
+    return call(carry, shards, each, ahead.program.consts)
 
-    place = lambda turn: length - 1 - turn if reverse else turn
 
-    def at(arrays: Sequence[Any], turn: Any) -> Arrays:
-        return [_layer_of(x, place(turn)) for x in arrays]
+class _Turns:
+    """The turns of a loop over layers, and what of stacked arrays is a turn's."""
 
-    def put(arrays: Sequence[Any], some: Mapping[int, Any], turn: Any) -> Arrays:
-        return [_put_layer(x, some[n], place(turn)) if n in some else x for n, x in enumerate(arrays)]
+    def __init__(self, length: int, *, reverse: bool):
+        self.length, self.reverse = length, reverse
 
-    def stacked(*pieces: Sequence[Any]) -> Arrays:
+    def place(self, turn: Any) -> Any:
+        return self.length - 1 - turn if self.reverse else turn
+
+    def at(self, arrays: Sequence[Any], turn: Any) -> Arrays:
+        return [_layer_of(x, self.place(turn)) for x in arrays]
+
+    def put(self, arrays: Sequence[Any], some: Mapping[int, Any], turn: Any) -> Arrays:
+        return [_put_layer(x, some[n], self.place(turn)) if n in some else x for n, x in enumerate(arrays)]
+
+    def stacked(self, *pieces: Sequence[Any]) -> Arrays:
         """The layers' arrays, given in the order of turns: one turn or several in a piece."""
         found = [jnp.concatenate(some) for some in zip(*pieces, strict=True)]
-        return [x[::-1] for x in found] if reverse else found
+        return [x[::-1] for x in found] if self.reverse else found
 
-    one = lambda arrays: [x[None] for x in arrays]
 
-    def taken(shards: Sequence[Any], turn: Any) -> Arrays:
-        """A layer's shards. XLA for TPU would cast those of all layers in front of the loop, and keep both."""
-        some = [_layer_of(x, turn) for x in shards]
-        for (number, _), dtype in zip(gathers if soon else [], dtypes, strict=False):
-            if (some[number].dtype, dtype) == (jnp.float32, jnp.bfloat16):
-                some[number] = lax.reduce_precision(some[number], 8, 7)
-        return some
+class _Ahead:
+    """A loop whose layers are gathered ahead, and its backward:
 
-    def gathered(shards: Sequence[Any], turn: Any, token: Any, *, in_turn: bool) -> tuple[Arrays, Any]:
-        """Gather when `token` is there, and `in_turn` one after another."""
-        full: Arrays = []
-        for number, f in gathers:
-            full.append(f(taken(shards, after(token, place(turn)))[number]))
-            # what else is gathered may be read by nothing
-            token = token_of(full[-1]) if in_turn and number in soon else token
-        return full, token
+    forward    gather 0 | gather 1       gather 2       ...               |
+                        | layer 0        layer 1        ... layer n - 2   | layer n - 1
+    backward            | gather n - 2   gather n - 3   ...               |
+                        | layer n - 1    layer n - 2    ... layer 1       | layer 0
+                        |                scatter n - 1  ... scatter 2     | scatter 1   scatter 0
+    """
 
-    start = lambda: jnp.zeros(())  # of a chain: nothing is before it
-    gather = lambda shards: [f(shards[number]) for number, f in gathers]
-    ahead = lambda shards, turn: gather(taken(shards, place(turn))) if travels else []
-    in_use = lambda full, shards, turn: full if travels else gather(at(shards, turn))
-    # What the layer closes over is an operand, as a custom derivative may close over nothing that is differentiated.
-    shard_of_one = at(shards, 0)
-    operands = carry, gather(shard_of_one), at(each, 0)
-    dtypes = [x.dtype for x in operands[1]]
-    program = jax.make_jaxpr(layer)(*operands)
-    kernels = program.jaxpr.invars[len(carry) :][: len(gathers)]
-    late = _late(gathers, program.jaxpr, kernels, shard_of_one, operands[1]) if travels else set(range(len(shards)))
-    soon, later = ([n for n in range(len(shards)) if (n in late) is each] for each in (False, True))
+    def __init__(
+        self,
+        layer: Layer,
+        gathers: Gathers,
+        given: tuple[Arrays, Arrays, Arrays],
+        *,
+        length: int,
+        reverse: bool,
+        travels: bool,
+        remat: str | tuple[str, ...],
+    ):
+        carry, shards, each = given
+        self.gathers, self.travels, self.turns = gathers, travels, _Turns(length, reverse=reverse)
+        self.carried = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry]
+        shard_of_one = self.turns.at(shards, 0)
+        operands = carry, self._gather(shard_of_one), self.turns.at(each, 0)
+        self.dtypes = [x.dtype for x in operands[1]]
+        self.program = jax.make_jaxpr(layer)(*operands)
+        self.kernels = self.program.jaxpr.invars[len(carry) :][: len(gathers)]
+        late = set(range(len(shards)))
+        if travels:
+            late = _late(gathers, self.program.jaxpr, self.kernels, shard_of_one, operands[1])
+        self.soon, self.later = ([n for n in range(len(shards)) if (n in late) is each] for each in (False, True))
+        once = operands[0], operands[1], [*_some(shard_of_one, self.soon), _start()], operands[2], self.program.consts
+        self.one_layer = _Kept(recomputed(self._run, remat or "full", in_scan=True), once)
+        self.last_layer = _Kept(recomputed(self._run, remat), once) if remat == "full" else self.one_layer
 
-    def run(carry: Arrays, full: Arrays, own: Arrays, each: Arrays, consts: Arrays) -> tuple[Arrays, Arrays]:
+    def _run(self, carry: Arrays, full: Arrays, own: Arrays, each: Arrays, consts: Arrays) -> tuple[Arrays, Arrays]:
+        """Run a layer of what is gathered; gradients of `own` shards leave while it goes back."""
         *own, token = own
-        shard = dict(zip(soon, own, strict=True))
+        shard = dict(zip(self.soon, own, strict=True))
 
         def product(n: int, gather: Callable[[Any], Any]) -> Product:
             def scattered(product: Multiply, x: Any, kernel: Any) -> Any:
@@ -117,91 +137,127 @@ def scan_ahead(
 
             return scattered
 
-        products = {v: product(*each) for v, each in zip(kernels, gathers, strict=True) if each[0] in shard}
-        outs = with_products(program.jaxpr, [*consts, *carry, *full, *each], products)
+        pairs = zip(self.kernels, self.gathers, strict=True)
+        products = {v: product(*each) for v, each in pairs if each[0] in shard}
+        outs = with_products(self.program.jaxpr, [*consts, *carry, *full, *each], products)
         return [*outs[: len(carry)], token], outs[len(carry) :]
 
-    some = lambda arrays, numbers: [arrays[n] for n in numbers]
-    given_once = operands[0], operands[1], [*some(shard_of_one, soon), start()], operands[2], program.consts
-    one_layer = _Kept(recomputed(run, remat or "full", in_scan=True), given_once)
-    last_layer = _Kept(recomputed(run, remat), given_once) if remat == "full" else one_layer
+    # -- what is gathered, and scattered --
 
-    def given(full: Arrays, shards: Arrays, each: Arrays, consts: Arrays, turn: Any) -> tuple[Arrays, ...]:
+    def _gather(self, shards: Sequence[Any]) -> Arrays:
+        return [f(shards[number]) for number, f in self.gathers]
+
+    def _taken(self, shards: Sequence[Any], turn: Any) -> Arrays:
+        """A layer's shards. XLA for TPU would cast those of all layers in front of the loop, and keep both."""
+        some = [_layer_of(x, turn) for x in shards]
+        for (number, _), dtype in zip(self.gathers if self.soon else [], self.dtypes, strict=False):
+            if (some[number].dtype, dtype) == (jnp.float32, jnp.bfloat16):
+                some[number] = lax.reduce_precision(some[number], 8, 7)
+        return some
+
+    def _next(self, shards: Sequence[Any], turn: Any) -> Arrays:
+        return self._gather(self._taken(shards, self.turns.place(turn))) if self.travels else []
+
+    def _again(self, shards: Sequence[Any], turn: Any, token: Any, *, in_turn: bool) -> tuple[Arrays, Any]:
+        """Gather for the backward pass: when `token` is there, and `in_turn` one after another."""
+        with jax.named_scope("checkpoint"), jax.named_scope("rematted_computation"):  # so that it is told as such
+            if not self.soon:
+                return self._next(shards, turn), token
+            full: Arrays = []
+            for number, f in self.gathers:
+                full.append(f(self._taken(shards, after(token, self.turns.place(turn)))[number]))
+                # what else is gathered may be read by nothing
+                token = token_of(full[-1]) if in_turn and number in self.soon else token
+            return full, token
+
+    def _scattered(self, of_full: Arrays, shards: Arrays, turn: Any, done: Arrays) -> Arrays:
+        own = self.turns.at(_some(shards, self.later), turn)
+        gather = lambda own: [f(own[self.later.index(n)]) for n, f in self.gathers if n in self.later]
+        return self.turns.put(done, dict(zip(self.later, jax.vjp(gather, own)[1](of_full)[0], strict=True)), turn)
+
+    def _given(self, full: Arrays, shards: Arrays, each: Arrays, consts: Arrays, turn: Any) -> tuple[Arrays, ...]:
         """What a layer is given beside what is carried."""
-        return in_use(full, shards, turn), [*at(some(shards, soon), turn), start()], at(each, turn), consts
+        own = [*self.turns.at(_some(shards, self.soon), turn), _start()]
+        in_use = full if self.travels else self._gather(self.turns.at(shards, turn))
+        return in_use, own, self.turns.at(each, turn), consts
 
-    def forward(carry: Arrays, shards: Arrays, each: Arrays, consts: Arrays) -> Any:
+    # -- the loop, and its backward --
+
+    def forward(self, carry: Arrays, shards: Arrays, each: Arrays, consts: Arrays) -> Any:
+        last = self.turns.length - 1
+
         def turn(state: Any, number: Any) -> Any:
             carry, full = state
-            after = ahead(shards, number + 1)
-            (*out, _), ys, kept = one_layer.forward(carry, *given(full, shards, each, consts, number))
+            after = self._next(shards, number + 1)
+            (*out, _), ys, kept = self.one_layer.forward(carry, *self._given(full, shards, each, consts, number))
             return (out, after), (kept, ys)
 
-        (last, full), (kept, ys) = lax.scan(turn, (carry, ahead(shards, 0)), jnp.arange(length - 1))
-        (*out, _), y, of_last = last_layer.forward(last, *given(full, shards, each, consts, length - 1))
-        return (out, stacked(ys, one(y))), (kept, of_last, full, shards, each, consts)
+        (behind, full), (kept, ys) = lax.scan(turn, (carry, self._next(shards, 0)), jnp.arange(last))
+        (*out, _), y, of_last = self.last_layer.forward(behind, *self._given(full, shards, each, consts, last))
+        return (out, self.turns.stacked(ys, _one(y))), (kept, of_last, full, shards, each, consts)
 
-    def backward(kept: Any, cotangents: Any) -> Any:
-        every, last, full, shards, each, consts = kept
+    def _pull(
+        self, layer: _Kept, kept: Arrays, given: Any, number: Any, of_out: Arrays, of_ys: Arrays, done: Arrays
+    ) -> Any:
+        """The cotangents of a layer: of what is carried, of what is scattered later, of each and of consts; and `done`, with
+        those that were scattered at once."""
+        found = layer.backward(kept, *given, of_out, self.turns.at(of_ys, number))
+        of_carry, of_full, (*own, _), of_each, of_consts = map(smooth, found)
+        behind = [x for x, (n, _) in zip(of_full, self.gathers, strict=True) if n in self.later]
+        done = self.turns.put(done, dict(zip(self.soon, own, strict=True)), number)
+        return [of_carry, behind, of_each, of_consts, done]
+
+    def backward(self, kept: Any, cotangents: Any) -> Any:
+        every, of_last_turn, full, shards, each, consts = kept
         of_carry, of_ys = map(smooth, cotangents)
-        kept_at = lambda number: [_layer_of(x, number) for x in every]
+        length, stacked = self.turns.length, self.turns.stacked
 
         def pull(
             layer: _Kept, number: Any, kept: Arrays, full: Arrays, of_out: Arrays, done: Arrays, token: Any
-        ) -> list[Arrays]:
-            """The cotangents of a layer: of what is carried, of what is scattered later, of each and of consts; and
-            `done`, with those that were scattered at once."""
-            operands = given(full, shards, each, consts, number)
-            found = layer.backward(kept, *operands, [*of_out, token], at(of_ys, number))
-            of_carry, of_full, (*own, _), of_each, of_consts = map(smooth, found)
-            behind = [x for x, (n, _) in zip(of_full, gathers, strict=True) if n in late]
-            return [of_carry, behind, of_each, of_consts, put(done, dict(zip(soon, own, strict=True)), number)]
+        ) -> Any:
+            given = self._given(full, shards, each, consts, number)
+            return self._pull(layer, kept, given, number, [*of_out, token], of_ys, done)
 
-        def again(number: Any, token: Any, *, in_turn: bool) -> tuple[Arrays, Any]:
-            with jax.named_scope("checkpoint"), jax.named_scope("rematted_computation"):  # so that it is told as such
-                return gathered(shards, number, token, in_turn=in_turn) if soon else (ahead(shards, number), token)
-
-        def scattered(of_full: Arrays, number: Any, done: Arrays) -> Arrays:
-            gather = lambda shards: [f(shards[later.index(n)]) for n, f in gathers if n in late]
-            own = jax.vjp(gather, at(some(shards, later), number))[1](of_full)[0]
-            return put(done, dict(zip(later, own, strict=True)), number)
+        kept_at = lambda number: [_layer_of(x, number) for x in every]
 
         def turn(state: Any, number: Any) -> Any:
             of_carry, full, behind, sums, done = state
-            before, last = again(number - 1, start(), in_turn=True)
-            done = scattered(behind, number + 1, done)
-            of_carry, behind, of_each, of_consts, done = pull(
-                one_layer, number, kept_at(number), full, of_carry, done, last
-            )
+            before, token = self._again(shards, number - 1, _start(), in_turn=True)
+            done = self._scattered(behind, shards, number + 1, done)
+            found = pull(self.one_layer, number, kept_at(number), full, of_carry, done, token)
+            of_carry, behind, of_each, of_consts, done = found
             return (of_carry, before, behind, list(map(jnp.add, sums, of_consts)), done), of_each
 
-        before, _ = (
-            again(length - 2, token_of(of_carry[0]) if of_carry else start(), in_turn=False)
-            if length > 1
-            else ([], None)
-        )
+        token = token_of(of_carry[0]) if of_carry else _start()
+        before = self._again(shards, length - 2, token, in_turn=False)[0] if length > 1 else []
         done = [pvary(lax.empty(x.shape, x.dtype), tuple(jax.typeof(x).mat.varying)) for x in shards]
-        found = pull(last_layer, length - 1, last, full, of_carry, done, start())
+        found = pull(self.last_layer, length - 1, of_last_turn, full, of_carry, done, _start())
         of_carry, behind, of_last, sums, of_shards = found
-        of_each = stacked(one(of_last))
+        of_each = stacked(_one(of_last))
         if length > 1:
             state = of_carry, before, behind, sums, of_shards
             state, between = lax.scan(turn, state, jnp.arange(1, length - 1), reverse=True)
             of_carry, full, behind, sums, of_shards = state
-            of_shards = scattered(behind, 1, of_shards)
-            of_carry, behind, of_first, of_consts, of_shards = pull(
-                one_layer, 0, kept_at(0), full, of_carry, of_shards, start()
-            )
+            of_shards = self._scattered(behind, shards, 1, of_shards)
+            found = pull(self.one_layer, 0, kept_at(0), full, of_carry, of_shards, _start())
+            of_carry, behind, of_first, of_consts, of_shards = found
             sums = list(map(jnp.add, sums, of_consts))
-            of_each = stacked(one(of_first), between, one(of_last))
-        of_shards = scattered(behind, 0, of_shards)
-        return (
-            padded(of_carry, carry), of_shards, padded(of_each, each), padded(sums, consts),
-        )  # fmt: skip
+            of_each = stacked(_one(of_first), between, _one(of_last))
+        of_shards = self._scattered(behind, shards, 0, of_shards)
+        return padded(of_carry, self.carried), of_shards, padded(of_each, each), padded(sums, consts)
 
-    call = jax.custom_vjp(lambda *operands: forward(*operands)[0])
-    call.defvjp(forward, backward)
-    return call(carry, shards, each, program.consts)
+
+def _start() -> Array:
+    """Begin a chain of tokens: nothing is before it."""
+    return jnp.zeros(())
+
+
+def _one(arrays: Sequence[Any]) -> Arrays:
+    return [x[None] for x in arrays]
+
+
+def _some(arrays: Sequence[Any], numbers: Sequence[int]) -> Arrays:
+    return [arrays[n] for n in numbers]
 
 
 def _layer_of(x: Array, number: Any) -> Array:

@@ -202,7 +202,7 @@ def _multiplied(run: Run, eqn: Eqn, parts: list[Part], found: Factors, step: Ste
 
     def gather(shard: Array) -> Array:
         axes = axes_of(found.operands[at], step.choice)
-        return part.renewed(shard).local(axes, frozenset(jax.typeof(kernel).mat.varying), run.moving(step.claim))
+        return part.renewed(x=shard).local(axes, frozenset(jax.typeof(kernel).mat.varying), run.moving(step.claim))
 
     multiply = lambda x, kernel: product(x, kernel) if at else product(kernel, x)
     if leaves_in_slices(gather, part.x, kernel):

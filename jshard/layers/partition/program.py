@@ -24,7 +24,7 @@ from jshard.layers.partition.readers import readers
 from jshard.layers.partition.regather import regathering
 from jshard.layers.partition.run import Run, SomeLayers
 from jshard.layers.partition.unreduced import unreduced
-from jshard.layers.partition.value import Parameter, Value, regathers
+from jshard.layers.partition.value import Parameter, Value
 from jshard.layers.partition.wanted import wanted
 from jshard.layers.remat import CHUNK
 from jshard.layers.roles import Placed, Use, not_stored, parameter_layouts
@@ -82,7 +82,7 @@ class Program:
         self.out_axes: list[Axes] = []  # how results are split
         self.wanted = self._place()  # how variables will be needed
         if is_explicit(mesh) and self.stage is None:  # a pipeline cuts the program itself
-            self.jaxpr = regathering(jaxpr, [self._regathers(number) for number in range(len(inputs))])
+            self.jaxpr = regathering(jaxpr, [self._value(number).regathers for number in range(len(inputs))])
             self.multiplied_once = [each == ["dot_general"] for each in readers(self.jaxpr)]
         present = configuration()
         if present is None or present.axis_types != "auto":
@@ -163,11 +163,6 @@ class Program:
         t, use, rest, claim = self.types[number], self.use[number], self.rest[number], self.inputs[number].claim
         rest, signal = None if rest == use else rest, None if claim is None else claim.signal
         return Value(t.shape, use, t.dtype, signal, rest, is_only_looked_up=self.only_looked_up[number])
-
-    def _regathers(self, number: int) -> bool:
-        """Whether a parameter is gathered for its use, and again for the backward pass."""
-        value = self._value(number)
-        return regathers(value.signal, value.rest)
 
     def _out_axes(self, number: int, found: Axes) -> Axes:
         """Return how a result is split: what replaces a parameter, or an array that is split, lies as that does."""

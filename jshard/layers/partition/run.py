@@ -121,7 +121,7 @@ class Run:
         if step.how == AT_REST or (name in CASTS and parts[0].asked is not None):
             if name == "convert_element_type":
                 return [parts[0].cast_by_program(eqn.params["new_dtype"])]
-            return [parts[0].renewed(self.bind(eqn, [parts[0].x])[0])]
+            return [parts[0].renewed(x=self.bind(eqn, [parts[0].x])[0])]
         found = known(eqn)
         return self.results(eqn, self.bind(eqn, self.placed(parts, found, step), found, step.choice), found, step)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jshard.layers.partition.ticks import zeros_like_result
+from jshard.layers.partition.halves import zeros_like_result
 from jshard.programs.provenance import scope
 
 Arrays = list[Any]

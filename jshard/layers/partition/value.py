@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax.numpy as jnp
 
@@ -40,20 +41,114 @@ class Parameter:
         return Use(self.path, self.claim, self.shape, tuple(self.roles))
 
 
-def prefetches(signal: Signal | None, rest: Axes | None, dtype: Any) -> bool:
-    """Whether a claimed array is gathered one layer ahead: what `store` splits, or what is whole and said to be."""
-    if signal is None or not signal.store_prefetch or not jnp.issubdtype(dtype, jnp.inexact):
-        return False
-    return rest is not None or not signal.store
+class Lying:
+    """What an array has by how it lies, planned or run: casts of it, and the same array in other programs."""
+
+    FORGOTTEN: ClassVar[Mapping[str, type]]  # what nothing of stays in another array at its place
+    KEPT_INSIDE: ClassVar[tuple[str, ...]]  # what loops and checkpoints may close over
+    PUT_OFF: ClassVar[str]
+    shape: tuple[int, ...]
+    axes: Axes
+    dtype: Any
+    signal: Signal | None
+    rest: Axes | None
+    uncast: Any  # these three hold arrays of the same class
+    casts: dict[Any, Any]
+    within: list[Any]
+
+    @property
+    def is_put_off(self) -> bool:
+        return getattr(self, self.PUT_OFF) is not None
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether it is gathered while another layer computes, and its gradient scattered, or that of a whole one summed."""
+        signal = self.signal
+        if signal is None or not signal.store_prefetch or not jnp.issubdtype(self.dtype, jnp.inexact):
+            return False
+        return self.rest is not None or not signal.store
+
+    @property
+    def regathers(self) -> bool:
+        """Whether it is gathered for its use, and again for the backward pass."""
+        signal = self.signal
+        return self.rest is not None and signal is not None and bool(signal.store) and not signal.store_keep
+
+    @property
+    def needs(self) -> Iterable[tuple[Axes, Names]]:
+        """How its uses need it."""
+        raise NotImplementedError
+
+    def in_dtype(self, dtype: Any, wire: Any) -> Self:
+        """The same array, made in another dtype, which is gathered in `wire`."""
+        raise NotImplementedError
+
+    def cast(self, dtype: Any, wire: Any = None) -> Self:
+        """The same array in another dtype, where it lies: made once for all its uses."""
+        dtype, key = jnp.dtype(dtype), (str(dtype), None if wire is None else str(wire))
+        if key not in self.casts:
+            if not self.is_put_off and self.dtype == dtype and (wire is None or dtype == wire):
+                return self
+            self.casts[key] = self.in_dtype(dtype, wire)
+        return self.casts[key]
+
+    def cast_by_program(self, dtype: Any) -> Self:
+        """The same parameter after a cast. Where its claim sums gradients in a wider dtype, they are of what was cast."""
+        found, wide = self.cast(dtype), None if self.signal is None else self.signal.dtype.reduce
+        if found is not self and wide is not None and jnp.result_type(wide, self.dtype, found.dtype) == wide:
+            found.uncast = self
+        return found
+
+    def summed_in(self, wide: Any, compute: Any) -> Self:
+        """The same array in the dtype that its gradient is summed in; it is gathered in the dtype that it is used in."""
+        source = self if self.uncast is None or self.dtype != compute else self.uncast
+        return source.cast(wide, compute if self.rest is not None or self.signal is None else None)
+
+    def renewed(self, **changes: Any) -> Self:
+        """The same place for another array, of which nothing is remembered."""
+        forgotten = {"uncast": None, **{name: kind() for name, kind in self.FORGOTTEN.items()}}
+        return dataclasses.replace(self, **forgotten | changes)  # type: ignore[type-var]  # both are dataclasses
+
+    def outside(self, **changes: Any) -> Self:
+        """The same place in another program."""
+        return self.renewed(**{self.PUT_OFF: None}, **changes)
+
+    def inside(self, **changes: Any) -> Self:
+        """The same place in a loop or a checkpoint, which may close over what has been made of this one."""
+        inside = self.outside(**{name: getattr(self, name).copy() for name in self.KEPT_INSIDE}, **changes)
+        inside.casts = {key: each.inside() for key, each in self.casts.items() if not each.is_put_off}
+        self.within.append(inside)
+        return inside
+
+    def all_within(self) -> Iterator[Self]:
+        for each in self.within:
+            yield each
+            yield from each.all_within()
+
+    def one_turn(self, **changes: Any) -> Self:
+        """One of those that a loop goes along: a layer of stacked parameters is a parameter."""
+        rest = self.axes if self.rest is None and self.prefetches else self.rest
+        rest = None if rest is None else rest[1:]
+        return self.renewed(shape=self.shape[1:], axes=self.axes[1:], rest=rest, **changes)
 
 
-def regathers(signal: Signal | None, rest: Axes | None) -> bool:
-    """Whether a parameter is gathered for its use, and again for the backward pass."""
-    return rest is not None and signal is not None and bool(signal.store) and not signal.store_keep
+L = TypeVar("L", bound=Lying)
+
+
+def need_before(each: Iterable[L], need: Callable[[L, Axes, Names], object]) -> None:
+    """Need before a loop what each turn would: else each turn has a collective, or one in its gradient."""
+    for one in each:
+        inside = list(one.all_within())
+        for axes, names in dict.fromkeys(key for some in inside for key in some.needs):
+            need(one, axes, names)
+        for key in dict.fromkeys(key for some in inside for key in some.casts):
+            cast = one.cast(*key)
+            cast.within = [some.casts[key] for some in inside if key in some.casts]
+            need_before([cast], need)
 
 
 @dataclasses.dataclass(eq=False)
-class Value:
+class Value(Lying):
     """An array of `shape`, split by `axes`. One that is put off is made where it is needed: `recipe` says what that needs."""
 
     shape: tuple[int, ...]
@@ -66,19 +161,18 @@ class Value:
     parameter: Parameter | None = None
     of: tuple[int | None, ...] = ()  # the axis of the parameter that each axis is
     is_only_looked_up: bool = False  # of a stored parameter: nothing else reads it, so that it need not be whole
-    uncast: Value | None = None  # of a parameter that the program casts, and whose gradient is summed in another dtype
+    uncast: Self | None = None  # of a parameter that the program casts, and whose gradient is summed in another dtype
     wire: Any = None  # the dtype that it is gathered in
     needed: set[tuple[Axes, Names]] = dataclasses.field(default_factory=set)  # how its uses need it
-    casts: dict[Any, Value] = dataclasses.field(default_factory=dict)  # the same array in other dtypes
-    within: list[Value] = dataclasses.field(default_factory=list)  # the same array inside loops and checkpoints
+    casts: dict[Any, Self] = dataclasses.field(default_factory=dict)  # the same array in other dtypes
+    within: list[Self] = dataclasses.field(default_factory=list)  # the same array inside loops and checkpoints
     pieces: dict[Any, list[Value]] = dataclasses.field(default_factory=dict)  # that it is cut into
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), self
 
-    @property
-    def is_put_off(self) -> bool:
-        return self.recipe is not None
+    FORGOTTEN = MappingProxyType({"needed": set, "pieces": dict, "casts": dict, "within": list})
+    KEPT_INSIDE, PUT_OFF = ("needed",), "recipe"
 
     @property
     def is_undecided(self) -> bool:
@@ -86,8 +180,11 @@ class Value:
 
     @property
     def prefetches(self) -> bool:
-        """Whether it is gathered while another layer computes, and its gradient scattered, or that of a whole one summed."""
-        return self.parameter is None and prefetches(self.signal, self.rest, self.dtype)
+        return self.parameter is None and super().prefetches
+
+    @property
+    def needs(self) -> Iterable[tuple[Axes, Names]]:
+        return self.needed
 
     def has_been(self, axes: Axes) -> bool:
         """Whether another use has needed it so."""
@@ -102,58 +199,13 @@ class Value:
                 self.axes = axes
                 self.needed.clear()
 
-    def renewed(self, **changes: Any) -> Value:
-        """The same place for another array, of which nothing is remembered."""
-        forgotten: dict[str, Any] = {"needed": set(), "casts": {}, "within": [], "pieces": {}, "uncast": None}
-        return dataclasses.replace(self, **forgotten | changes)
+    def in_dtype(self, dtype: Any, wire: Any) -> Value:
+        if not self.is_put_off:
+            return self.renewed(dtype=dtype, wire=wire)
+        return Value(self.shape, self.axes, dtype, self.signal, recipe=self.recipe, made_of=self.made_of)
 
-    def outside(self) -> Value:
-        """The same place in another program."""
-        return self.renewed(recipe=None)
-
-    def inside(self) -> Value:
-        """The same place in a loop or a checkpoint, which may close over what has been made of this one."""
-        inside = self.renewed(recipe=None, needed=set(self.needed))
-        inside.casts = {key: each.inside() for key, each in self.casts.items() if not each.is_put_off}
-        self.within.append(inside)
-        return inside
-
-    def all_within(self) -> Iterator[Value]:
-        for each in self.within:
-            yield each
-            yield from each.all_within()
-
-    def one_turn(self) -> Value:
-        """One of those that a loop goes along: a layer of stacked parameters is a parameter."""
-        rest = self.axes if self.rest is None and self.prefetches else self.rest
-        rest = None if rest is None else rest[1:]
-        return self.renewed(shape=self.shape[1:], axes=self.axes[1:], rest=rest, of=self.of[1:])
-
-    def cast(self, dtype: Any, wire: Any = None) -> Value:
-        """The same array in another dtype, where it lies."""
-        dtype, key = jnp.dtype(dtype), (str(dtype), None if wire is None else str(wire))
-        if key not in self.casts:
-            if self.is_put_off:
-                self.casts[key] = Value(
-                    self.shape, self.axes, dtype, self.signal, recipe=self.recipe, made_of=self.made_of
-                )
-            elif self.dtype == dtype and (wire is None or dtype == wire):
-                return self
-            else:
-                self.casts[key] = self.renewed(dtype=dtype, wire=wire)
-        return self.casts[key]
-
-    def cast_by_program(self, dtype: Any) -> Value:
-        """The same parameter after a cast. Where its claim sums gradients in a wider dtype, they are of what was cast."""
-        found, wide = self.cast(dtype), None if self.signal is None else self.signal.dtype.reduce
-        if found is not self and wide is not None and jnp.result_type(wide, self.dtype, found.dtype) == wide:
-            found.uncast = self
-        return found
-
-    def summed_in(self, wide: Any, compute: Any) -> Value:
-        """The same array in the dtype that its gradient is summed in; it is gathered in the dtype that it is used in."""
-        source = self if self.uncast is None or self.dtype != compute else self.uncast
-        return source.cast(wide, compute if self.rest is not None or self.signal is None else None)
+    def one_turn(self, **changes: Any) -> Value:
+        return super().one_turn(of=self.of[1:], **changes)
 
     def at_rest(self, dtype: Any, shape: tuple[int, ...], order: Sequence[int | None]) -> Value:
         """The same parameter after an operation that leaves it where it rests: `order` is the axis that each was, or None for

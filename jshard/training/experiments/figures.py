@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jshard.kernels.chip import chip_called
-from jshard.layers.partition.ticks import slot_p
+from jshard.layers.pipeline.ticks import slot_p
 from jshard.printing.units import operations, perplexity
 from jshard.programs.flops import Flops, arithmetic_of
 from jshard.programs.jaxprs import equations

@@ -1,0 +1,59 @@
+"""A program of a loss, cut at the loop over its layers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from jshard.errors import JShardError
+from jshard.layers.partition import Program
+from jshard.layers.partition.pieces import piece
+from jshard.programs.jaxprs import is_in, read_by, scanned, variables
+from jshard.programs.provenance import source_of
+from jshard.signals.claims import Stage
+
+
+class Cut:
+    """A program of a loss, cut at the loop over its layers."""
+
+    def __init__(self, program: Program, stage: Stage, of_data: Sequence[int]):
+        jaxpr, self.program = program.jaxpr, program
+        number_of = {v: n for n, v in enumerate(jaxpr.invars)}
+        staged = {v for v, each in zip(jaxpr.invars, program.inputs, strict=True) if each.claim and each.claim.stage}
+        using = [eqn for eqn in jaxpr.eqns if any(is_in(v, staged) for v in eqn.invars)]
+        says = f"{stage.signal} says stage ({stage.signal.at('stage')})"
+        for eqn in using:
+            if eqn.primitive.name != "scan" or eqn.params["reverse"]:
+                raise JShardError(
+                    f"{says}, and its layers are used by {eqn.primitive.name} ({source_of(eqn)}), and not by the loop of a "
+                    "jshard.stack alone",
+                    hint="call the stack as the model does, with no jax.jit, jax.checkpoint or other use of its parameters",
+                )
+        if len(using) > 1:
+            raise JShardError(
+                f"{says}, and its layers run in {len(using)} loops ({source_of(using[0])}, {source_of(using[1])})",
+                hint="call one stack once, whose globs tell no layers apart",
+            )
+        self.loop = using[0]
+        self.consts, count = scanned(self.loop)
+        operands = list(self.loop.invars)
+        start, over = operands[self.consts : self.consts + count], operands[self.consts + count :]
+        self.carried = self.loop.outvars[:count]
+        self.staged = [number_of[v] for v in over if is_in(v, staged)]
+        self.over = [number_of[v] if v in staged else None for v in over]
+        assert len(self.staged) == len(staged)
+        before = jaxpr.eqns[: jaxpr.eqns.index(self.loop)]
+        others = [eqn for eqn in jaxpr.eqns if eqn is not self.loop]
+        self.first = piece(jaxpr, before, start)
+        self.each = piece(jaxpr, before, [*operands[: self.consts], *(v for v in over if v not in staged)])
+        outs = [jaxpr.outvars[0], *(jaxpr.outvars[1 + at] for at in of_data)]
+        after = piece(jaxpr, others, outs).jaxpr
+        used = read_by(after.eqns).union(variables(after.outvars))
+        self.left = [v for v in self.loop.outvars[count:] if v in used]  # by each layer, and used behind the loop
+        self.last = piece(jaxpr, others, outs, [*self.carried, *self.left])
+
+    @functools.cache  # noqa: B019  # as long as the cut
+    def of_length(self, layers: int) -> Any:
+        """The loop over so many layers."""
+        return self.loop.replace(params={**self.loop.params, "length": layers})

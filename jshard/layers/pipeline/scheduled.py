@@ -1,0 +1,74 @@
+"""What a program whose layers are on stages needs, however it is cut: its table, and the variables of its model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from jax import Array, lax
+from jax.interpreters import partial_eval
+
+from jshard.errors import JShardError
+from jshard.layers.partition import Microbatches, Program
+from jshard.layers.partition.pieces import Piece
+from jshard.layers.pipeline.table import table_of
+from jshard.schedules import generate
+from jshard.signals.active_config import configuration
+
+
+class Scheduled(Microbatches):
+    """`run(xs)` of the inputs of a program, as that of `Microbatches`, which it equals, by the table of `jshard.pipeline`."""
+
+    of_data: Sequence[int] = ()  # the variables, by their place among them, that a call makes of its data
+
+    def __init__(self, program: Program, parameters: Sequence[int], variables: Sequence[int], batch: Sequence[int]):
+        super().__init__(program, parameters, variables, batch)
+        present = configuration()
+        assert present is not None and present.pipeline is not None
+        self.asked = present.pipeline
+        if program.stage is None:
+            says = next(signal for signal in present.signals.values() if signal.stage)
+            raise JShardError(
+                f"{says} says stage ({says.at('stage')}), and no parameter of the model is claimed by it",
+                hint=f'write match: ["{says.name}/**"], with the path of a jshard.stack in the model',
+            )
+        self.stage, stages = program.stage, program.mesh.shape[program.stage.mesh_axis]
+        self.table = self.meant = table_of(self.asked)
+        if stages != self.table.stages:  # the one device that verify compares with has all chunks
+            kind = "zero_bubble" if self.table.splits_weights else "1f1b"
+            self.table = generate(kind, 1, self.table.microbatches, self.table.virtual_stages)
+
+    def _needs(self, outs: Sequence[bool]) -> tuple[Any, list[int]]:
+        """The program of some of the results, and the numbers of the inputs that go into it."""
+        live, used = partial_eval.dce_jaxpr(self.program.jaxpr, list(outs))
+        return live, [n for n, is_used in enumerate(used) if is_used]
+
+    @functools.cached_property
+    def states(self) -> Piece:
+        """What a call changes of the model's variables, without its data."""
+        live, inputs = self._needs([False] + [number not in self.of_data for number in range(len(self.variables))])
+        if not {*self.parameters, *self.batch}.isdisjoint(inputs):
+            raise JShardError(
+                f"jshard.pipeline ({self.asked.place}) has several microbatches on their way, and the model keeps variables "
+                "that its data change, as running statistics",
+                hint="use layers that keep none, as nnx.LayerNorm",
+            )
+        return Piece(live, inputs)
+
+    def _states(self, xs: Sequence[Array]) -> tuple[list[Array], dict[int, Array]]:
+        """The variables behind the last microbatch, and before each of them."""
+        program, states = self.program, self.states
+        numbers = [n for at, n in enumerate(self.variables) if at not in self.of_data]
+        if not numbers:
+            return [], {}
+
+        def turn(variables: list[Array], _: None) -> tuple[list[Array], list[Array]]:
+            known, run = dict(enumerate(xs)) | dict(zip(numbers, variables, strict=True)), program.running()
+            outs = run.planned(states.jaxpr, [program.part(n, known[n]) for n in states.inputs], None)
+            return [
+                run.place(part, program.in_axes[n], None).x for part, n in zip(outs, numbers, strict=True)
+            ], variables
+
+        after, before = lax.scan(turn, [xs[n] for n in numbers], None, length=self.table.microbatches)
+        return after, dict(zip(numbers, before, strict=True))
