@@ -337,3 +337,42 @@ def small(tmp_path_factory):
         (root / path).write_text(text)
     subprocess.run(["git", "init", "--quiet", "."], cwd=root, check=True)
     return CHECKOUT(root)
+
+
+# -- limits --
+
+
+def functions(package: Path) -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for module in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield module, node
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    """The annotated parameters of a function."""
+    of = function.args
+    every = *of.posonlyargs, *of.args, *of.kwonlyargs, *filter(None, (of.vararg, of.kwarg))
+    return [each for each in every if each.annotation is not None]
+
+
+def test_floors_no_function_has_more_than_60_lines():
+    long = {f"{file}: {each.name}": each.end_lineno - each.lineno + 1 for file, each in functions(PACKAGE)}
+    assert {name: lines for name, lines in long.items() if lines > 60} == {}
+
+
+def test_floors_no_file_has_more_than_400_lines():
+    lines = {str(file): len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")}
+    assert {file: count for file, count in lines.items() if count > 400} == {}
+
+
+@pytest.mark.parametrize(("rooms", "most"), [((), 0.1), (("layers", "layouts"), 0.08)])
+def test_floors_parameters_have_types(rooms, most):
+    """`Any` alone is said of few."""
+    every = [
+        ast.unparse(each.annotation)
+        for file, function in functions(PACKAGE)
+        if not rooms or file.relative_to(PACKAGE).parts[0] in rooms
+        for each in parameters(function)
+    ]
+    assert every.count("Any") / len(every) <= most

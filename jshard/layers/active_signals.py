@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jshard.programs.jaxprs import Jaxpr, bare, bodies, run
+from jshard.programs.jaxprs import Eqn, Jaxpr, bare, bodies, run
 from jshard.programs.provenance import Cause, source_of
 from jshard.signals.claims import Claim
 from jshard.signals.config import Configuration
@@ -68,7 +68,7 @@ class _Walk:
         step = lambda eqn, operands: self.results(eqn, operands, around.inside(eqn.source_info.name_stack.stack))
         return run(jaxpr, [*[frozenset()] * len(jaxpr.constvars), *sources], step, constant=lambda literal: frozenset())
 
-    def results(self, eqn: Any, sources: list[Source], here: Cause) -> list[Source]:
+    def results(self, eqn: Eqn, sources: list[Source], here: Cause) -> list[Source]:
         if not any(sources):  # no parameter goes in
             return [None if None in sources else frozenset()] * len(eqn.outvars)
         outs: list[Source] = []

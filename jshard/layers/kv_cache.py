@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jshard.errors import JShardError
 
@@ -28,7 +29,7 @@ class KVCache(nnx.Cache):
     as products of attention want them: behind the length, each would transpose all of it."""
 
     @classmethod
-    def zeros(cls, layers: Sequence[int], rows: int, length: int, heads: int, size: int, dtype: Any) -> KVCache:
+    def zeros(cls, layers: Sequence[int], rows: int, length: int, heads: int, size: int, dtype: DTypeLike) -> KVCache:
         """Make room for `length` tokens in each row, for each of so many layers."""
         return cls(jnp.zeros((*layers, rows, heads, length, size), dtype))
 

@@ -21,7 +21,7 @@ from jshard.layers.roles import Placed
 from jshard.layers.uncreated import Uncreated
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import redistribute
-from jshard.programs.jaxprs import Jaxpr, bare, bodies
+from jshard.programs.jaxprs import Jaxpr, OpenJaxpr, bare, bodies
 
 MARK = "jshard at rest "
 
@@ -81,7 +81,7 @@ def recording() -> Iterator[Recording]:
         _recording.reset(token)
 
 
-def _follow(jaxpr: Any, source: dict[Any, int], found: dict[int, int]) -> None:
+def _follow(jaxpr: OpenJaxpr, source: dict[Any, int], found: dict[int, int]) -> None:
     """Follow arguments to their first marks, through calls, loops, and operations that keep the shape."""
     for eqn in jaxpr.eqns:
         operands = {at: source[v] for at, v in enumerate(eqn.invars) if not hasattr(v, "val") and v in source}

@@ -6,12 +6,10 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import inspect
 import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,13 +34,19 @@ from jshard.layers.pipeline.stacked import Pipelined
 from jshard.layers.program_claims import program_claims
 from jshard.layers.recording import Taken, recorder
 from jshard.layers.uncreated import created
-from jshard.layers.user_code_errors import check_mesh_is_known, check_numbers, in_own_words, of_transformation
+from jshard.layers.user_code_errors import (
+    check_mesh_is_known,
+    check_numbers,
+    check_takes_its_models,
+    in_own_words,
+    of_transformation,
+)
 from jshard.layers.written_back import WrittenBack
 from jshard.layouts.layout import Layout, check_divides
 from jshard.layouts.mesh import check_in_use
 from jshard.layouts.paths import slashed
 from jshard.layouts.redistribution import Axes, redistribute
-from jshard.programs.jaxprs import Jaxpr, Shaped, equations
+from jshard.programs.jaxprs import Jaxpr, Shaped, closed_over, equations
 from jshard.programs.provenance import said, scope
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.claims import Claim
@@ -355,33 +359,6 @@ _rest_of_method = functools.lru_cache(256)(_at_rest)
 # jax.clear_caches() clears these too, as it does JAX's own above: JAX has no public name for that.
 for each in (_of_method, _rest_of_method, _microbatches, _pipelined, _pipelined_pieces):
     register_cache(each, "jshard.shard")
-
-
-def check_takes_its_models(f: Callable[..., Any]) -> None:
-    """Refuse a model that a function only closes over: its parameters would be constants, and stay what they are now."""
-    f = inspect.unwrap(f)
-    if not isinstance(f, types.FunctionType):
-        return
-    used = inspect.getclosurevars(f)
-    for name, value in {**used.globals, **used.nonlocals}.items():
-        if isinstance(value, nnx.Module):
-            line = f"{Path(f.__code__.co_filename).name}:{f.__code__.co_firstlineno}"
-            raise JShardError(
-                f"{f.__name__} ({line}) uses the model {name} and does not take it: its parameters would not be placed, "
-                "and stay what they are now",
-                hint=f"give it {name} as an argument",
-            )
-
-
-def closed_over(jaxpr: Any) -> tuple[Any, list[Any]]:
-    """The same with the arrays that it closes over as its last arguments."""
-    consts = list(getattr(jaxpr, "consts", ()))
-    bare = getattr(jaxpr, "jaxpr", jaxpr)
-    if not consts:
-        return bare, []
-    return bare.replace(
-        constvars=[], invars=[*bare.invars, *bare.constvars], debug_info=bare.debug_info.with_unknown_names()
-    ), consts
 
 
 def _given(shape: tuple[int, ...], layout: Layout | None, lead: Axes) -> Axes:

@@ -17,6 +17,7 @@ import flax
 import jax
 import numpy as np
 import optax
+from flax import nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
@@ -220,3 +221,19 @@ def _signal(error: Exception) -> str:
     present = configuration()
     place = f" ({present.lookup(path).place})" if present is not None else ""
     return f', under signal "{"/".join(path)}"{place}'
+
+
+def check_takes_its_models(f: Callable[..., Any]) -> None:
+    """Refuse a model that a function only closes over: its parameters would be constants, and stay what they are now."""
+    f = inspect.unwrap(f)
+    if not isinstance(f, types.FunctionType):
+        return
+    used = inspect.getclosurevars(f)
+    for name, value in {**used.globals, **used.nonlocals}.items():
+        if isinstance(value, nnx.Module):
+            line = f"{Path(f.__code__.co_filename).name}:{f.__code__.co_firstlineno}"
+            raise JShardError(
+                f"{f.__name__} ({line}) uses the model {name} and does not take it: its parameters would not be placed, "
+                "and stay what they are now",
+                hint=f"give it {name} as an argument",
+            )

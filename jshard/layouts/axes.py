@@ -16,6 +16,7 @@ import numpy as np
 
 from jshard.layouts import primitives
 from jshard.layouts.primitives import FIXED, KEPT, LOOKUP, REDUCTIONS, is_joined, unknown_parameters
+from jshard.programs.jaxprs import Eqn
 
 Factored = tuple[tuple[int, ...], ...]  # for each axis of an array, its factors, major first
 
@@ -55,7 +56,7 @@ Shapes = Sequence[tuple[int, ...]]
 Rule = Callable[[Params, _New, Shapes, Shapes], tuple[Sequence[Factored], Sequence[Factored]]]
 
 
-def factors(eqn: Any) -> Factors | None:
+def factors(eqn: Eqn) -> Factors | None:
     """Return the factors of an equation; None where no rule is known, or a parameter is unknown."""
     name = eqn.primitive.name
     rule = RULES.get(name)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend import core
 
 T = TypeVar("T")
+Tree = Any  # arrays in lists, tuples and dicts, as JAX takes them
 ClosedJaxpr = core.ClosedJaxpr
 Atom = core.Var | core.Literal
 Jaxpr = core.Jaxpr | core.ClosedJaxpr  # open or closed
@@ -24,6 +25,20 @@ class Eqn(Protocol):
     invars: list[Any]
     outvars: list[Any]
     source_info: Any
+    ctx: Any
+
+    @property
+    def replace(self) -> Callable[..., Any]: ...
+
+
+class OpenJaxpr(Protocol):
+    """A program without its constants, as `jax.extend.core.Jaxpr`."""
+
+    constvars: list[Any]
+    invars: list[Any]
+    outvars: list[Any]
+    eqns: list[Any]
+    debug_info: Any
 
     @property
     def replace(self) -> Callable[..., Any]: ...
@@ -140,3 +155,12 @@ def scanned(eqn: Eqn) -> tuple[int, int]:
         consts, carried, *_ = (len(tree) for tree in asked["ft_in"].unpack())
         return consts, carried
     return asked["num_consts"], asked["num_carry"]
+
+
+def closed_over(program: Jaxpr) -> tuple[Any, list[Any]]:
+    """Return a program with the arrays that it closes over as its last arguments, and these."""
+    consts, jaxpr = list(getattr(program, "consts", ())), bare(program)
+    if not consts:
+        return jaxpr, []
+    invars, names = [*jaxpr.invars, *jaxpr.constvars], jaxpr.debug_info.with_unknown_names()
+    return jaxpr.replace(constvars=[], invars=invars, debug_info=names), consts

@@ -16,6 +16,7 @@ from flax import nnx
 import jshard
 from jshard.errors import JShardError
 from jshard.layers import attending, ring_attention
+from jshard.layers import ring as on_device
 from jshard.layers.partition.part import Part
 from jshard.programs.jaxprs import equations
 from tests.support import cases
@@ -251,9 +252,9 @@ def test_heads_stay_split_where_each_device_has_the_keys_of_its_own(heads, key_h
 @pytest.mark.parametrize(("window", "hops"), [(1, 0), (2, 1), (5, 1), (6, 2), (99, 3), (None, 3)])
 def test_keys_go_as_far_as_a_window_reaches(monkeypatch, window, hops):
     """On four devices, each with four places of a row."""
-    monkeypatch.setattr(ring_attention, "axis_size", lambda names: 4)
+    monkeypatch.setattr(on_device, "axis_size", lambda names: 4)
     causal, both_ways = (
-        ring_attention._Ring(ring_attention.Form(each, window, 1.0), ("a",), 4) for each in (True, False)
+        on_device.AttentionRing(on_device.Form(each, window, 1.0), ("a",), 4) for each in (True, False)
     )
     assert (causal.hops, both_ways.hops) == (hops, 3)
     assert (causal.is_balanced, both_ways.is_balanced) == (window is None, False)
@@ -261,8 +262,8 @@ def test_keys_go_as_far_as_a_window_reaches(monkeypatch, window, hops):
 
 @pytest.mark.parametrize(("ways", "length", "is_balanced"), [(4, 4, True), (2, 2, True), (4, 3, False), (1, 4, False)])
 def test_only_parts_of_two_pieces_each_are_balanced(monkeypatch, ways, length, is_balanced):
-    monkeypatch.setattr(ring_attention, "axis_size", lambda names: ways)
-    ring = ring_attention._Ring(ring_attention.Form(True, None, 1.0), ("a",), length)
+    monkeypatch.setattr(on_device, "axis_size", lambda names: ways)
+    ring = on_device.AttentionRing(on_device.Form(True, None, 1.0), ("a",), length)
     assert ring.is_balanced == is_balanced
     seen = [ring.places(device).tolist() for device in range(ways)]
     assert sorted(sum(seen, [])) == [*range(ways * length)]
@@ -314,7 +315,7 @@ def test_512_queries_meet_keys_at_a_time_or_fewer_that_divide_them(places, queri
 @pytest.mark.parametrize("how", ["causal", "segments"])
 def test_queries_that_meet_keys_in_turn_attend_as_all_at_once(how, monkeypatch):
     want = reference(how)
-    monkeypatch.setattr("jshard.layers.ring_attention.QUERIES", 3)
+    monkeypatch.setattr("jshard.layers.ring.QUERIES", 3)
     jshard.load(plan({"ring": 4}, ring="ring"))
     cases.alike(run(how), want)
 

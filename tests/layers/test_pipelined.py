@@ -17,7 +17,7 @@ from jshard.layers.balance import Costs
 from jshard.layers.call_arguments import OUTSIDE, PARAMETER, VARIABLE
 from jshard.layers.partition.stages import Counts
 from jshard.layers.pipeline.numbered import PipelinedPieces
-from jshard.layers.pipeline.stacked import Pipelined
+from jshard.layers.pipeline.stacked import OneStage, Pipelined
 from jshard.layers.pipeline.table import present_table
 from jshard.layers.sharded_call import Call
 from jshard.layouts.layout import Layout
@@ -270,14 +270,14 @@ def test_layers_of_unequal_chunks_are_read_and_written_where_they_are():
     counts = Counts((1, 3, 2), 3)
     mine = types.SimpleNamespace(counts=counts, layers=counts.longest)
     x = np.arange(6.0) + 10
-    assert [Pipelined._read(mine, x, np.int32(n)).tolist() for n in range(3)] == [
+    assert [OneStage._read(mine, x, np.int32(n)).tolist() for n in range(3)] == [
         [10, 11, 12],
         [11, 12, 13],
         [14, 15, 15],
     ]
     room = jnp.zeros(6)
     for number in range(3):
-        room = Pipelined._written(mine, room, jnp.arange(3) + 10.0 * (number + 1), np.int32(number))
+        room = OneStage._written(mine, room, jnp.arange(3) + 10.0 * (number + 1), np.int32(number))
     assert room.tolist() == [10, 20, 21, 22, 30, 31]
 
 
@@ -285,12 +285,12 @@ def test_layers_of_equal_chunks_are_read_and_written_where_they_are():
     counts = Counts((2, 2), 2)
     mine = types.SimpleNamespace(counts=counts, layers=2)
     x = np.arange(4.0)
-    assert [Pipelined._read(mine, x, np.int32(n)).tolist() for n in range(2)] == [[0, 1], [2, 3]]
+    assert [OneStage._read(mine, x, np.int32(n)).tolist() for n in range(2)] == [[0, 1], [2, 3]]
     assert (
-        Pipelined._written(mine, jnp.zeros((4, 2)), jnp.ones((2, 2)), np.int32(1)).tolist()
+        OneStage._written(mine, jnp.zeros((4, 2)), jnp.ones((2, 2)), np.int32(1)).tolist()
         == [[0, 0]] * 2 + [[1, 1]] * 2
     )
-    made = jax.make_jaxpr(lambda x: Pipelined._read(mine, x, np.int32(1)))(x)
+    made = jax.make_jaxpr(lambda x: OneStage._read(mine, x, np.int32(1)))(x)
     assert not [eqn for eqn in equations(made) if eqn.primitive.name == "gather"]
 
 

@@ -12,6 +12,7 @@ from jax.interpreters import batching, mlir
 
 from jshard.layers.partition.planner import PlanRule
 from jshard.layers.partition.run import Rule
+from jshard.programs.jaxprs import OpenJaxpr, Tree
 
 by_hand_p = Primitive("by_hand")
 by_hand_p.multiple_results = True
@@ -22,7 +23,7 @@ mlir.register_lowering(
 )
 
 
-def _batched(xs: Any, axes: Any, *, jaxpr: Any, rule: Any) -> Any:
+def _batched(xs: Tree, axes: Any, *, jaxpr: OpenJaxpr, rule: Any) -> Any:
     outs = jax.vmap(jaxpr_as_fun(jaxpr), axes)(*xs)  # plain JAX
     return outs, [0] * len(outs)
 

@@ -173,7 +173,7 @@ def _cut(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
     return part.cache[key]
 
 
-def _as_it_lies(eqn: Any, x: Array, axes: Axes) -> Array:
+def _as_it_lies(eqn: Eqn, x: Array, axes: Axes) -> Array:
     """Cut along the axes that are whole."""
     if eqn.primitive.name == "split":
         return x
@@ -184,7 +184,7 @@ def _as_it_lies(eqn: Any, x: Array, axes: Axes) -> Array:
     return lax.slice(x, starts, ends, strides)
 
 
-def _looked_up(eqn: Any, x: Array, axis: int, ranges: Sequence[range]) -> list[Array]:
+def _looked_up(eqn: Eqn, x: Array, axis: int, ranges: Sequence[range]) -> list[Array]:
     """Look the pieces up: devices that have none of one give zeros."""
     x = _as_it_lies(eqn, x, tuple(("split",) if at == axis else () for at in range(x.ndim)))
     return [jnp.take(x, np.asarray(some), axis=axis, mode="clip") for some in ranges]

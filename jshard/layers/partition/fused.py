@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 
 from jshard.layers.partition.local_sizes import ranges_of
 from jshard.layouts.primitives import ELEMENTWISE
-from jshard.programs.jaxprs import variables
+from jshard.programs.jaxprs import OpenJaxpr, variables
 
 SHAPED = frozenset(("broadcast_in_dim", "reshape"))
 
@@ -57,7 +57,7 @@ class Fused:
         return known[self.chain[-1].outvars[0]]
 
 
-def fused(jaxpr: Any) -> dict[int, Fused]:
+def fused(jaxpr: OpenJaxpr) -> dict[int, Fused]:
     """Return the products that are cut behind them, by the `id` of each equation that is done with them."""
     readers, makers = collections.defaultdict(list), {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for eqn in jaxpr.eqns:

@@ -17,9 +17,20 @@ from jax.extend.core import Var
 from jax.interpreters import partial_eval
 
 from jshard.layers.partition.part import vary
-from jshard.programs.jaxprs import CHECKPOINTS, bare, called, is_in, part_of, read_by, scanned, variables
+from jshard.programs.jaxprs import (
+    CHECKPOINTS,
+    Eqn,
+    OpenJaxpr,
+    Tree,
+    bare,
+    called,
+    is_in,
+    part_of,
+    read_by,
+    scanned,
+    variables,
+)
 
-Tree = Any
 Some = tuple[bool, ...]  # of the inputs or results of a jaxpr
 
 
@@ -59,7 +70,7 @@ class Halves:
     results, it is written there, and the buffer is returned.
     """
 
-    def __init__(self, jaxpr: Any, soon: Some, late: Some, made: Some, own: Sequence[int] = ()):
+    def __init__(self, jaxpr: OpenJaxpr, soon: Some, late: Some, made: Some, own: Sequence[int] = ()):
         self.jaxpr, self.consts = bare(jaxpr), getattr(jaxpr, "consts", ())
         self.soon, self.late = soon, late
         self.read = read_by(self.jaxpr.eqns)
@@ -100,7 +111,7 @@ class Halves:
         left = [_read(known[v]) for v in self.left]
         return self._results(known, self.soon), (_written(into and into[0], left), inside)
 
-    def second(self, xs: Sequence[Any], left: Any) -> list[Any]:
+    def second(self, xs: Sequence[Any], left: Tree) -> list[Any]:
         own, inside = left or ([], [None] * len(self.steps))  # of a loop that no first half runs nothing is left
         known = self._known(xs) | dict(zip(self.left, own, strict=True))
         for (eqn, step), each in zip(self.steps, inside, strict=True):
@@ -120,11 +131,11 @@ class Halves:
 class _Whole:
     """An equation that runs in one half, or in both where it makes something for each."""
 
-    def __init__(self, jaxpr: Any, eqn: Any, soon: Some, late: Some):
+    def __init__(self, jaxpr: OpenJaxpr, eqn: Eqn, soon: Some, late: Some):
         self.eqn, self.some = eqn, (soon, late)
         self.programs, self.reads = zip(*(_alone(jaxpr, eqn, some) for some in self.some), strict=True)
 
-    def first(self, xs: Sequence[Any], into: None, results: Any) -> tuple[list[Any], None]:
+    def first(self, xs: Sequence[Any], into: None, results: Tree) -> tuple[list[Any], None]:
         return self._run(0, xs), None
 
     def second(self, xs: Sequence[Any], left: None) -> list[Any]:
@@ -141,15 +152,15 @@ class _Whole:
 class _Call:
     """A call is run as what it calls."""
 
-    def __init__(self, eqn: Any, soon: Some, late: Some, made: Some):
+    def __init__(self, eqn: Eqn, soon: Some, late: Some, made: Some):
         self.eqn, self.halves = eqn, Halves(called(eqn), soon, late, made)
         self.reads = self.halves.reads
 
-    def first(self, xs: Sequence[Any], into: Any, results: Any) -> tuple[list[Any], Any]:
+    def first(self, xs: Sequence[Any], into: Tree, results: Tree) -> tuple[list[Any], Any]:
         with standing_at(self.eqn):
             return self.halves.first(xs, into)
 
-    def second(self, xs: Sequence[Any], left: Any) -> list[Any]:
+    def second(self, xs: Sequence[Any], left: Tree) -> list[Any]:
         with standing_at(self.eqn):
             return self.halves.second(xs, left)
 
@@ -157,17 +168,17 @@ class _Call:
 class _Branches:
     """A choice, each branch of which is two halves: what it leaves, and zeros for what the others would."""
 
-    def __init__(self, eqn: Any, soon: Some, late: Some, made: Some):
+    def __init__(self, eqn: Eqn, soon: Some, late: Some, made: Some):
         self.eqn = eqn
         self.branches = [Halves(each, soon, late, made) for each in eqn.params["branches"]]
         reads = ([each.reads[half] for each in self.branches] for half in range(2))
         self.reads = tuple((True, *map(any, zip(*each, strict=True))) for each in reads)
 
-    def first(self, xs: Sequence[Any], into: Any, results: Any) -> tuple[list[Any], Any]:
+    def first(self, xs: Sequence[Any], into: Tree, results: Tree) -> tuple[list[Any], Any]:
         index, *operands = (_read(x) if is_read else None for x, is_read in zip(xs, self.reads[0], strict=True))
         none = [traced(lambda *xs, each=each: each.first(xs)[1], *operands)[1] for each in self.branches]
 
-        def branch(number: int, *xs: Any) -> tuple[list[Any], list[Any]]:
+        def branch(number: int, *xs: Tree) -> tuple[list[Any], list[Any]]:
             outs, left = self.branches[number].first(xs)
             return outs, [*none[:number], left, *none[number + 1 :]]
 
@@ -175,7 +186,7 @@ class _Branches:
             outs, left = lax.switch(index, [functools.partial(branch, n) for n in range(len(self.branches))], *operands)
         return outs, left if into is None else jax.tree.map(Place.write, into, left)
 
-    def second(self, xs: Sequence[Any], left: Any) -> list[Any]:
+    def second(self, xs: Sequence[Any], left: Tree) -> list[Any]:
         index, *operands = (_read(x) if is_read else None for x, is_read in zip(xs, self.reads[1], strict=True))
         branch = lambda number, left, *xs: self.branches[number].second(xs, left[number])
         branches = [functools.partial(branch, n) for n in range(len(self.branches))]
@@ -186,7 +197,7 @@ class _Branches:
 class _Loop:
     """A scan, of which each half carries what it needs."""
 
-    def __init__(self, eqn: Any, soon: Some, late: Some, made: Some):
+    def __init__(self, eqn: Eqn, soon: Some, late: Some, made: Some):
         self.eqn, body = eqn, eqn.params["jaxpr"]
         self.count, self.carried = scanned(eqn)
         carry = slice(self.count, self.count + self.carried)
@@ -205,7 +216,7 @@ class _Loop:
             for reads, wanted in zip(self.halves.reads, (soon, late), strict=True)
         )
 
-    def first(self, xs: Sequence[Any], into: Any, results: Mapping[int, Place]) -> tuple[list[Any], Any]:
+    def first(self, xs: Sequence[Any], into: Tree, results: Mapping[int, Place]) -> tuple[list[Any], Any]:
         if self.is_last_turn:
             turn = 0 if self.eqn.params["reverse"] else self.eqn.params["length"] - 1
             one = lambda x: x.read_turn(jnp.int32(turn)) if isinstance(x, Place) else x[turn]
@@ -219,7 +230,7 @@ class _Loop:
         outs, left = self._scanned(xs, self.soon, self.reads[0], None, run, into and into[0], results)
         return outs, (left, _written(into and into[1], [outs[n] for n in self.finals]))
 
-    def second(self, xs: Sequence[Any], left: Any) -> list[Any]:
+    def second(self, xs: Sequence[Any], left: Tree) -> list[Any]:
         left, finals = left or (None, [])
         run = lambda xs, left: (self.halves.second(xs, left), None)
         outs, _ = self._scanned(xs, self.late, self.reads[1], left, run)
@@ -228,7 +239,7 @@ class _Loop:
         return outs
 
     def _scanned(
-        self, xs: Sequence[Any], wanted: Some, reads: Some, given: Any, run: Callable[..., Any], into: Any = None,
+        self, xs: Sequence[Any], wanted: Some, reads: Some, given: Tree, run: Callable[..., Any], into: Any = None,
         results: Mapping[int, Place] = MappingProxyType({}),
     ) -> tuple[list[Any], Any]:  # fmt: skip
         """Run one half of each turn; of operands that are not read, and results that are not wanted, there is None."""
@@ -242,7 +253,7 @@ class _Loop:
         places, inside = jax.tree.flatten(into)
         places = [*results.values(), *places]
 
-        def turn(carry: Any, each: Any) -> Any:
+        def turn(carry: Tree, each: Any) -> Any:
             (carry, buffers), (number, stacked) = carry, each
             now = [x.read_turn(number) if isinstance(x, Place) else one for x, one in zip(given, stacked, strict=True)]
             over, left = jax.tree.unflatten(tree, now)
@@ -266,7 +277,7 @@ class _Loop:
         return outs, left if into is None else jax.tree.unflatten(inside, buffers[len(results) :])
 
 
-def _halved(jaxpr: Any, eqn: Any, soon: Some, late: Some, made: Some) -> Any:
+def _halved(jaxpr: OpenJaxpr, eqn: Eqn, soon: Some, late: Some, made: Some) -> Any:
     if any(soon) and any(late):
         if called(eqn) is not None:
             return _Call(eqn, soon, late, made)
@@ -277,7 +288,7 @@ def _halved(jaxpr: Any, eqn: Any, soon: Some, late: Some, made: Some) -> Any:
     return _Whole(jaxpr, eqn, soon, late)
 
 
-def _alone(jaxpr: Any, eqn: Any, some: Some) -> tuple[Any, Some]:
+def _alone(jaxpr: OpenJaxpr, eqn: Eqn, some: Some) -> tuple[Any, Some]:
     """A program of one equation, for some of its results, and which operands it reads."""
     if not any(some):
         return None, (False,) * len(eqn.invars)
@@ -286,12 +297,12 @@ def _alone(jaxpr: Any, eqn: Any, some: Some) -> tuple[Any, Some]:
     return live, tuple(is_in(v, live.invars) for v in eqn.invars)
 
 
-def _used(jaxpr: Any, outs: Some) -> Some:
+def _used(jaxpr: OpenJaxpr, outs: Some) -> Some:
     """Which inputs some results need."""
     return tuple(partial_eval.dce_jaxpr(bare(jaxpr), list(outs))[1])
 
 
-def dependent(jaxpr: Any, made: Some) -> set[Any]:
+def dependent(jaxpr: OpenJaxpr, made: Some) -> set[Any]:
     """The variables that depend on some of the inputs."""
     found = set(_chosen(jaxpr.invars, made))
     for eqn in jaxpr.eqns:
@@ -299,7 +310,7 @@ def dependent(jaxpr: Any, made: Some) -> set[Any]:
     return found
 
 
-def _dependent_outs(eqn: Any, made: Some) -> Some:
+def _dependent_outs(eqn: Eqn, made: Some) -> Some:
     if called(eqn) is not None:
         return _dependent_results(called(eqn), made)
     if eqn.primitive.name == "cond" and not made[0]:
@@ -313,7 +324,7 @@ def _dependent_outs(eqn: Any, made: Some) -> Some:
     return _dependent_results(body, made)
 
 
-def _dependent_results(jaxpr: Any, made: Some) -> Some:
+def _dependent_results(jaxpr: OpenJaxpr, made: Some) -> Some:
     found = dependent(bare(jaxpr), made)
     return tuple(is_in(v, found) for v in bare(jaxpr).outvars)
 
@@ -331,11 +342,11 @@ def _chosen(atoms: Iterable[Any], some: Some) -> Iterable[Any]:
     return variables(v for v, is_some in zip(atoms, some, strict=True) if is_some)
 
 
-def _value(known: dict[Any, Any], v: Any) -> Any:
+def _value(known: dict[Any, Any], v: Var) -> Any:
     return known.get(v) if isinstance(v, Var) else v.val
 
 
-def traced(f: Callable[..., Tree], *args: Any) -> tuple[Any, Tree]:
+def traced(f: Callable[..., Tree], *args: Tree) -> tuple[Any, Tree]:
     """The program of `f(*args)`, inside a shard_map, and zeros of the types that it returns."""
     made, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
     zeros = [vary(lax.full(a.shape, 0, a.dtype), a.mat.varying) for a in (v.aval for v in made.jaxpr.outvars)]
@@ -350,13 +361,13 @@ def _written(places: Sequence[Place] | None, xs: Sequence[Any]) -> list[Any]:
     return list(xs) if places is None else [place.write(x) for place, x in zip(places, xs, strict=True)]
 
 
-def standing_at(eqn: Any) -> Any:
+def standing_at(eqn: Eqn) -> Any:
     """The line and scopes of an equation; that of a checkpoint JAX adds only when it lowers one."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     stack = stack.extend("checkpoint") if eqn.primitive.name in CHECKPOINTS else stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
 
 
-def zeros_like_result(f: Callable[..., Tree], *args: Any) -> Tree:
+def zeros_like_result(f: Callable[..., Tree], *args: Tree) -> Tree:
     """Make zeros of the types that `f(*args)` has, inside a shard_map."""
     return traced(f, *args)[1]

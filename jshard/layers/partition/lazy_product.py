@@ -15,7 +15,7 @@ from jax.interpreters import partial_eval
 
 from jshard.kernels.invariant_cast import set_varying
 from jshard.layers.partition.halves import standing_at
-from jshard.programs.jaxprs import bare, bound, called, is_in, read_by, run, variables
+from jshard.programs.jaxprs import Eqn, OpenJaxpr, Tree, bare, bound, called, is_in, read_by, run, variables
 
 Multiply = Callable[[Array, Array], Array]  # by a kernel
 Product = Callable[[Multiply, Array, Array], Array]
@@ -28,7 +28,7 @@ SAME = OF_EACH | {"transpose"}
 class LazyProduct:
     """`x` times `y` by a dot_general, its axes in another order, and what is done then with each number of it."""
 
-    eqn: Any
+    eqn: Eqn
     x: Array
     y: Array
     order: tuple[int, ...]  # which axis of the product each is
@@ -71,12 +71,12 @@ class LazyProduct:
         return made
 
 
-def evaluate(program: Any, xs: Sequence[Any], token: Any) -> list[Any]:
+def evaluate(program: Any, xs: Sequence[Any], token: Array) -> list[Any]:
     """Run a traced program. Products are not made before their numbers are read, and only slices of them where that is all."""
     return run(program, xs, lambda eqn, given: _evaluated(eqn, given, token))
 
 
-def _evaluated(eqn: Any, given: Sequence[Any], token: Any) -> Sequence[Any]:
+def _evaluated(eqn: Eqn, given: Sequence[Any], token: Array) -> Sequence[Any]:
     lazy = next((x for x in given if isinstance(x, LazyProduct)), None)
     if lazy is None:
         if eqn.primitive.name != "dot_general":
@@ -106,7 +106,7 @@ def whole(x: Any) -> Any:
 def with_products(program: Any, xs: Sequence[Any], products: Mapping[Any, Product]) -> list[Any]:
     """Run a traced program whose products by these variables are made by others."""
 
-    def step(eqn: Any, given: list[Any]) -> Sequence[Any]:
+    def step(eqn: Eqn, given: list[Any]) -> Sequence[Any]:
         at = next((n for n, v in enumerate(eqn.invars) if is_in(v, products)), None)
         if at is None:
             return _bound(eqn, given)
@@ -116,7 +116,7 @@ def with_products(program: Any, xs: Sequence[Any], products: Mapping[Any, Produc
     return run(program, xs, step)
 
 
-def first_of(jaxpr: Any, kernels: Collection[Any]) -> set[Any]:
+def first_of(jaxpr: OpenJaxpr, kernels: Collection[Any]) -> set[Any]:
     """Which of these kernels are multiplied by what no product by another has made: their gradients are made last."""
     first: set[Any] = set()
     behind: set[Any] = set()  # products by them, and what is made of these
@@ -163,7 +163,7 @@ def product_scattered(
     def forward(x: Array, kernel: Array, shard: Array, token: Array) -> tuple[tuple[Array, Array], Any]:
         return (product(x, kernel), token), (x, kernel, shard)
 
-    def backward(kept: Any, cotangents: tuple[Array, Array]) -> tuple[Array, None, Array, Array]:
+    def backward(kept: Tree, cotangents: tuple[Array, Array]) -> tuple[Array, None, Array, Array]:
         (x, kernel, shard), (of_y, token) = kept, cotangents
         (of_x,) = jax.vjp(lambda x: product(x, kernel), x)[1](of_y)
         of_shard = _of_shard(product, x, kernel, shard, of_y, token, gather)
@@ -186,7 +186,7 @@ def product_scattered_first(
         is_wanted = x.perturbed
         return product(x.value, kernel.value), (x.value, kernel.value, shard.value)
 
-    def backward(kept: Any, of_y: Array) -> tuple[Array, None, Array]:
+    def backward(kept: Tree, of_y: Array) -> tuple[Array, None, Array]:
         x, kernel, shard = kept
         (of_x,) = jax.vjp(lambda x: product(x, kernel), x)[1](of_y)
         x = after(token_of(of_x), x) if is_wanted else x
@@ -199,7 +199,7 @@ def product_scattered_first(
 
 
 def _of_shard(
-    product: Multiply, x: Array, kernel: Array, shard: Array, of_y: Array, token: Any, gather: Callable[[Any], Any]
+    product: Multiply, x: Array, kernel: Array, shard: Array, of_y: Array, token: Array, gather: Callable[[Any], Any]
 ) -> Array:
     """The gradient of `shard`: that of the kernel that was gathered from it, multiplied as it is sent."""
 
@@ -214,7 +214,7 @@ def _of_shard(
     return whole(evaluate(program.replace(jaxpr=live), read, token)[0])
 
 
-def after(token: Any, x: Any) -> Array:
+def after(token: Array, x: Any) -> Array:
     """The same numbers, which no compiler knows before `token` is there, whatever it is.
 
     What is sliced at such a number waits for the token. XLA for TPU removes barriers before it makes its schedule, and takes
@@ -230,6 +230,6 @@ def token_of(x: Array) -> Array:
     return set_varying(one, frozenset())
 
 
-def _bound(eqn: Any, xs: Sequence[Any]) -> Sequence[Any]:
+def _bound(eqn: Eqn, xs: Sequence[Any]) -> Sequence[Any]:
     with standing_at(eqn), eqn.ctx.manager:
         return bound(eqn, xs)

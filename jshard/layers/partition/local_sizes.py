@@ -11,6 +11,7 @@ import numpy as np
 
 from jshard.layouts.axes import Factored, Factors
 from jshard.layouts.redistribution import Axes
+from jshard.programs.jaxprs import Eqn
 
 Choice = dict[int, tuple[str, ...]]  # for each factor, the mesh axes that it is split over
 
@@ -25,7 +26,7 @@ def local_shape(shape: tuple[int, ...], axes: Axes, sizes: Mapping[str, int]) ->
     return tuple(n // math.prod(sizes[name] for name in names) for n, names in zip(shape, axes, strict=True))
 
 
-def localized(eqn: Any, found: Factors, choice: Choice, sizes: Mapping[str, int]) -> dict[str, Any]:
+def localized(eqn: Eqn, found: Factors, choice: Choice, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Return the parameters of a primitive that say sizes, for one device's part."""
     params, name = eqn.params, eqn.primitive.name
     made = local_shape(tuple(eqn.outvars[0].aval.shape), axes_of(found.results[0], choice), sizes)
@@ -51,7 +52,7 @@ def localized(eqn: Any, found: Factors, choice: Choice, sizes: Mapping[str, int]
     return {}
 
 
-def ranges_of(eqn: Any, shape: tuple[int, ...]) -> dict[int, list[range]]:
+def ranges_of(eqn: Eqn, shape: tuple[int, ...]) -> dict[int, list[range]]:
     """Return the places that each piece takes along each axis that is cut."""
     asked = eqn.params
     if eqn.primitive.name == "split":

@@ -23,7 +23,7 @@ from jshard.layers.partition.value import Value
 from jshard.layouts.axes import Factors
 from jshard.layouts.primitives import LOOKUP, SCATTERS
 from jshard.layouts.redistribution import Axes
-from jshard.programs.jaxprs import Eqn
+from jshard.programs.jaxprs import Eqn, OpenJaxpr
 
 AT_REST = "where the table rests"
 
@@ -143,7 +143,7 @@ def _looked_up(found: Factors) -> set[int]:
     return {factor for factor, kind in enumerate(found.kinds) if kind == LOOKUP}
 
 
-def _by_place(jaxpr: Any, eqn: Any) -> Any:
+def _by_place(jaxpr: OpenJaxpr, eqn: Eqn) -> Any:
     """Rewrite `x[arange(n), i]`, which asks each row for something of its own, as a lookup in many tables; else None."""
     numbers, made = eqn.params["dimension_numbers"], _made_by(jaxpr, eqn.invars[1])
     shape, last = eqn.invars[1].aval.shape, eqn.invars[1].aval.ndim - 1
@@ -178,11 +178,11 @@ def _by_place(jaxpr: Any, eqn: Any) -> Any:
     return traced_whole(lookup, [v.aval for v in eqn.invars])
 
 
-def _made_by(jaxpr: Any, atom: Any) -> Any:
+def _made_by(jaxpr: OpenJaxpr, atom: Any) -> Any:
     return next((eqn for eqn in jaxpr.eqns if atom in eqn.outvars), None)
 
 
-def _counts(jaxpr: Any, atom: Any) -> int | None:
+def _counts(jaxpr: OpenJaxpr, atom: Any) -> int | None:
     """Return the axis along which an array counts its own places, as an iota does however it was shaped; None for others."""
     eqn = _made_by(jaxpr, atom)
     if eqn is None:

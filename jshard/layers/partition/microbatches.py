@@ -17,6 +17,7 @@ from jshard.layers.partition.plan import Names, names_of
 from jshard.layers.partition.planner import whole
 from jshard.layers.partition.program import Program
 from jshard.layouts.layout import Layout
+from jshard.programs.jaxprs import Tree
 from jshard.programs.provenance import scope
 
 
@@ -36,7 +37,7 @@ class Microbatches:
         """For each parameter, the mesh axes that all its uses make it vary over: found by a trace of one microbatch forward."""
         asked: list[set[Names]] = [set() for _ in self.parameters]
 
-        def once(*xs: Any) -> Array:
+        def once(*xs: Tree) -> Array:
             self._loss([x[0] if number in self.batch else x for number, x in enumerate(xs)], asked)
             return jnp.zeros(())
 
@@ -60,7 +61,7 @@ class Microbatches:
         parameters = [vary(xs[n], names) for n, names in zip(self.parameters, marked, strict=True)]
         batch = {number: xs[number] for number in self.batch}
 
-        def turn(carry: Any, each: dict[int, Array]) -> tuple[Any, None]:
+        def turn(carry: Tree, each: dict[int, Array]) -> tuple[Any, None]:
             total, sums, variables = carry
             value, gradients, variables = self._gradients(parameters, variables, xs, each)
             return (total + value, list(map(jnp.add, sums, gradients)), variables), None

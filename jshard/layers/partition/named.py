@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard.layers.partition import product
 from jshard.layers.partition.planner import STAYS
 from jshard.layouts.redistribution import Axes
-from jshard.programs.jaxprs import CALLS, bare
+from jshard.programs.jaxprs import CALLS, Eqn, OpenJaxpr, bare
 from jshard.programs.provenance import placed_in
 from jshard.signals.signal import Signal
 
@@ -22,7 +22,7 @@ HELD = {**{name: (key,) for name, key in CALLS.items() if not name.startswith("c
         "scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}  # fmt: skip
 
 
-def named(jaxpr: Any, claims: Sequence[Signal | None], mesh: Mesh, found: Mapping[Any, Axes]) -> Any:
+def named(jaxpr: OpenJaxpr, claims: Sequence[Signal | None], mesh: Mesh, found: Mapping[Any, Axes]) -> Any:
     """Put the signals that claim the arguments of a jaxpr into the name stacks of its equations, and a constraint behind each
     product whose sum the partition would scatter; `found` is how it splits each variable."""
     return _Naming(mesh, found).jaxpr(jaxpr, claims)
@@ -34,7 +34,7 @@ class _Naming:
     def __init__(self, mesh: Mesh, found: Mapping[Any, Axes]):
         self.mesh, self.found = mesh, found
 
-    def jaxpr(self, jaxpr: Any, claims: Sequence[Signal | None]) -> Any:
+    def jaxpr(self, jaxpr: OpenJaxpr, claims: Sequence[Signal | None]) -> Any:
         opened = bare(jaxpr)
         known = dict(zip(opened.invars, claims, strict=True))
         eqns = []
@@ -47,7 +47,7 @@ class _Naming:
         made = opened.replace(eqns=eqns)
         return made if opened is jaxpr else jaxpr.replace(jaxpr=made)
 
-    def _constrained(self, eqn: Any, claim: Signal | None) -> list[Any]:
+    def _constrained(self, eqn: Eqn, claim: Signal | None) -> list[Any]:
         if claim is None or eqn.primitive.name not in product.PRODUCTS:
             return [eqn]
         (out,), scatters = eqn.outvars, set(claim.sequence) & set(claim.reduction)
@@ -59,7 +59,7 @@ class _Naming:
         summed, source = Var(out.aval), eqn.source_info
         return [eqn.replace(outvars=[summed]), told.eqns[0].replace(invars=[summed], outvars=[out], source_info=source)]
 
-    def _equation(self, eqn: Any, given: Sequence[Signal | None]) -> Any:
+    def _equation(self, eqn: Eqn, given: Sequence[Signal | None]) -> Any:
         keys = [key for key in HELD.get(eqn.primitive.name, ()) if key in eqn.params]
         if keys:
             return eqn.replace(params={**eqn.params, **{key: self._held(eqn, key, given) for key in keys}})
@@ -68,7 +68,7 @@ class _Naming:
         stack = placed_in(eqn.source_info.name_stack, self.nearest.name)
         return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
-    def _held(self, eqn: Any, key: str, given: Sequence[Signal | None]) -> Any:
+    def _held(self, eqn: Eqn, key: str, given: Sequence[Signal | None]) -> Any:
         held = eqn.params[key]
         if key == "branches":
             return tuple(self.jaxpr(each, given[1:]) for each in held)

@@ -13,6 +13,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jshard.kernels import slices
 from jshard.kernels.all_reduction import pvary_summed
@@ -170,7 +171,7 @@ class Part(Lying):
         """The same array as these casts leave it."""
         return functools.reduce(lambda part, key: part.cast(*key), path, self)
 
-    def in_dtype(self, dtype: Any, wire: Any) -> Part:
+    def in_dtype(self, dtype: DTypeLike, wire: DTypeLike | None) -> Part:
         if (make := self.make) is not None:
             cast: Any = lambda axes, names, moving: make(axes, names, moving).astype(dtype)
             return Part(self.shape, self.axes, make=cast, signal=self.signal, made_of=self.made_of)
@@ -185,7 +186,7 @@ def moving_as(kernels: Kernels = (), **fields: str) -> Iterator[Kernels]:
         yield kernels
 
 
-def _step(x: Any, step: Move, names: Names, kernels: Kernels, wire: Any) -> Array:
+def _step(x: Any, step: Move, names: Names, kernels: Kernels, wire: DTypeLike | None) -> Array:
     if step.kind == "slice" and step.mesh_axis in jax.typeof(x).mat.varying:
         size = x.shape[step.axis] // slices.size_along(step.mesh_axis)  # it was made to vary, or gathered at its use
         return lax.dynamic_slice_in_dim(x, lax.axis_index(step.mesh_axis) * size, size, step.axis)

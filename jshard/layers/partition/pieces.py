@@ -15,7 +15,7 @@ from jshard.errors import JShardError
 from jshard.layers.partition.halves import zeros_like_result
 from jshard.layers.partition.part import Part, vary
 from jshard.layers.partition.plan import names_of
-from jshard.programs.jaxprs import is_in, part_of, variables
+from jshard.programs.jaxprs import OpenJaxpr, Tree, is_in, part_of, variables
 from jshard.programs.provenance import scope
 from jshard.signals.active_config import configuration
 from jshard.signals.claims import Claim, Stage
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     inputs: list[int]
 
 
-def piece(jaxpr: Any, eqns: Sequence[Any], outs: Sequence[Any], more: Sequence[Any] = ()) -> Piece:
+def piece(jaxpr: OpenJaxpr, eqns: Sequence[Any], outs: Sequence[Any], more: Sequence[Any] = ()) -> Piece:
     """What of a program computes `outs`, of its inputs and `more`."""
     wanted, kept = set(variables(outs)).difference(more), []
     for eqn in reversed(eqns):
@@ -60,20 +60,7 @@ class Pieces:
         self.stages = sizes
         # where each of `packed` begins in its row
         self.places: dict[tuple[bool, int], tuple[Group, int, tuple[int, ...]]] = {}
-        for number in set(range(sizes)) - set(self.stage_of.values()):
-            raise JShardError(
-                f'mesh axis "{self.mesh_axis}" has {sizes} stages, and no parameter is on stage {number} '
-                f"({first.signal} has stage {first.number}, {first.signal.at('stage')})",
-                hint=f"write stage: {number} for some layers, or make the mesh axis smaller",
-            )
-        for n, each in enumerate(program.inputs):
-            if n not in claims and each.claim is not None and self.mesh_axis in names_of(program.in_axes[n]):
-                says = each.claim.signal
-                raise JShardError(
-                    f'{says} names mesh axis "{self.mesh_axis}" for store ({says.at("store")}), that of stages that signals '
-                    "number",
-                    hint="give that signal a stage too: what is on one rests split over all",
-                )
+        self._check_stages(first, sizes)
         self.owners: list[int] = []  # the stage of each piece
         level: dict[Any, int] = {}  # the piece that computes a variable
         origin = {jaxpr.invars[n]: stage for n, stage in self.stage_of.items()}  # made of parameters of one stage alone
@@ -111,6 +98,24 @@ class Pieces:
             self.pieces.append(piece(jaxpr, jaxpr.eqns, made, self.sent[number]))
         self.back = [self._backward_of(number) for number in range(len(self.owners))]
         self.rest = piece(jaxpr, jaxpr.eqns, [v for v in jaxpr.outvars if not is_in(v, self.outs)])
+
+    def _check_stages(self, first: Stage, sizes: int) -> None:
+        """Refuse a stage that no parameter is on, and parameters that rest split over stages and are on none."""
+        program, claims = self.program, self.claims
+        for number in set(range(sizes)) - set(self.stage_of.values()):
+            raise JShardError(
+                f'mesh axis "{self.mesh_axis}" has {sizes} stages, and no parameter is on stage {number} '
+                f"({first.signal} has stage {first.number}, {first.signal.at('stage')})",
+                hint=f"write stage: {number} for some layers, or make the mesh axis smaller",
+            )
+        for n, each in enumerate(program.inputs):
+            if n not in claims and each.claim is not None and self.mesh_axis in names_of(program.in_axes[n]):
+                says = each.claim.signal
+                raise JShardError(
+                    f'{says} names mesh axis "{self.mesh_axis}" for store ({says.at("store")}), that of stages that signals '
+                    "number",
+                    hint="give that signal a stage too: what is on one rests split over all",
+                )
 
     def _checked(self, claim: Claim, sizes: int) -> int:
         stage, other = claim.stage, self.program.stage
@@ -201,14 +206,14 @@ class Pieces:
     def _hop(self, x: Array, stage: int, other: int) -> Array:
         return lax.ppermute(x, self.mesh_axis, [(stage, other)]) if self.ways >= 2 else x
 
-    def _on(self, stage: int, f: Callable[..., Any], *args: Any) -> Any:
+    def _on(self, stage: int, f: Callable[..., Any], *args: Tree) -> Any:
         """What `f` returns on one stage, zeros on the others."""
         none = zeros_like_result(f, *args)
         with scope(times="1", turns="1"):
             return lax.cond(lax.axis_index(self.mesh_axis) == stage % self.ways, f, lambda *_: none, *args)
 
     def _with_backward_apart(
-        self, number: int, mine: Any, theirs: Any, xs: list[Array], given: list[Array]
+        self, number: int, mine: Tree, theirs: Tree, xs: list[Array], given: list[Array]
     ) -> list[Array]:
         """What a piece makes, its backward on another stage: that computes the piece again, of what is sent to it: what went
         into the piece, and the cotangents. `theirs` are the piece's parameters there."""
@@ -216,12 +221,12 @@ class Pieces:
         by = {"claim": self._signals_in(number)[0].name, "key": "backward"}
         smooth = [n for n, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-        def forward(mine: Any, theirs: Any, xs: list[Array], given: list[Array]) -> tuple[list[Array], Any]:
+        def forward(mine: Tree, theirs: Tree, xs: list[Array], given: list[Array]) -> tuple[list[Array], Any]:
             outs = self._on(owner, functools.partial(self.computed, number), mine, xs, given)
             return outs, (theirs, xs, given)
 
-        def pulled(theirs: Any, xs: list[Array], given: list[Array], cotangents: list[Array]) -> Any:
-            def again(theirs: Any, some: list[Array], given: list[Array]) -> list[Array]:
+        def pulled(theirs: Tree, xs: list[Array], given: list[Array], cotangents: list[Array]) -> Any:
+            def again(theirs: Tree, some: list[Array], given: list[Array]) -> list[Array]:
                 full = dict(enumerate(xs)) | dict(zip(smooth, some, strict=True))
                 return self.computed(number, theirs, full, given, backward=True)
 
@@ -229,7 +234,7 @@ class Pieces:
                 _, pull = jax.vjp(again, theirs, [xs[n] for n in smooth], given)
             return pull(cotangents)
 
-        def backward(kept: Any, cotangents: list[Array]) -> Any:
+        def backward(kept: Tree, cotangents: list[Array]) -> Any:
             theirs, xs, given = kept
             with scope(**by):
                 given, cotangents = ([self._hop(x, owner, there) for x in each] for each in (given, cotangents))
@@ -244,7 +249,7 @@ class Pieces:
         return run(mine, theirs, xs, given)
 
     def computed(
-        self, number: int, own: dict[Group, Array], xs: Any, given: Sequence[Array], *, backward: bool = False
+        self, number: int, own: dict[Group, Array], xs: Tree, given: Sequence[Array], *, backward: bool = False
     ) -> list[Array]:
         """What the piece of this number makes, on the devices of its stage: of its parameters, of other inputs by their number,
         and of what the pieces before it have sent."""
@@ -269,7 +274,7 @@ class Pieces:
             if self.mesh_axis in names
         }
 
-    def own(self, xs: Any, *, backward: bool = False) -> dict[Group, Array]:
+    def own(self, xs: Tree, *, backward: bool = False) -> dict[Group, Array]:
         """Send each stage its own parameters, of those by their number in the program, by one all-to-all for each group of
         arrays: `[stage here, part, number]`. With `backward` to the stages that run the backward."""
         where = dict(self.stage_of)

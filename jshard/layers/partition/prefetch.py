@@ -27,7 +27,7 @@ from jshard.layers.partition.lazy_product import (
 )
 from jshard.layers.partition.readers import readers
 from jshard.layers.remat import recomputed
-from jshard.programs.jaxprs import is_in
+from jshard.programs.jaxprs import OpenJaxpr, Tree, is_in
 
 Arrays = list[Any]
 Gathers = Sequence[tuple[int, Callable[[Any], Any]]]  # of which shard, and how
@@ -72,13 +72,13 @@ class _Turns:
     def __init__(self, length: int, *, reverse: bool):
         self.length, self.reverse = length, reverse
 
-    def place(self, turn: Any) -> Any:
+    def place(self, turn: Array | int) -> Any:
         return self.length - 1 - turn if self.reverse else turn
 
-    def at(self, arrays: Sequence[Any], turn: Any) -> Arrays:
+    def at(self, arrays: Sequence[Any], turn: Array | int) -> Arrays:
         return [_layer_of(x, self.place(turn)) for x in arrays]
 
-    def put(self, arrays: Sequence[Any], some: Mapping[int, Any], turn: Any) -> Arrays:
+    def put(self, arrays: Sequence[Any], some: Mapping[int, Any], turn: Array | int) -> Arrays:
         return [_put_layer(x, some[n], self.place(turn)) if n in some else x for n, x in enumerate(arrays)]
 
     def stacked(self, *pieces: Sequence[Any]) -> Arrays:
@@ -147,7 +147,7 @@ class _Ahead:
     def _gather(self, shards: Sequence[Any]) -> Arrays:
         return [f(shards[number]) for number, f in self.gathers]
 
-    def _taken(self, shards: Sequence[Any], turn: Any) -> Arrays:
+    def _taken(self, shards: Sequence[Any], turn: Array | int) -> Arrays:
         """A layer's shards. XLA for TPU would cast those of all layers in front of the loop, and keep both."""
         some = [_layer_of(x, turn) for x in shards]
         for (number, _), dtype in zip(self.gathers if self.soon else [], self.dtypes, strict=False):
@@ -155,10 +155,10 @@ class _Ahead:
                 some[number] = lax.reduce_precision(some[number], 8, 7)
         return some
 
-    def _next(self, shards: Sequence[Any], turn: Any) -> Arrays:
+    def _next(self, shards: Sequence[Any], turn: Array | int) -> Arrays:
         return self._gather(self._taken(shards, self.turns.place(turn))) if self.travels else []
 
-    def _again(self, shards: Sequence[Any], turn: Any, token: Any, *, in_turn: bool) -> tuple[Arrays, Any]:
+    def _again(self, shards: Sequence[Any], turn: Array | int, token: Array, *, in_turn: bool) -> tuple[Arrays, Any]:
         """Gather for the backward pass: when `token` is there, and `in_turn` one after another."""
         with jax.named_scope("checkpoint"), jax.named_scope("rematted_computation"):  # so that it is told as such
             if not self.soon:
@@ -170,12 +170,14 @@ class _Ahead:
                 token = token_of(full[-1]) if in_turn and number in self.soon else token
             return full, token
 
-    def _scattered(self, of_full: Arrays, shards: Arrays, turn: Any, done: Arrays) -> Arrays:
+    def _scattered(self, of_full: Arrays, shards: Arrays, turn: Array | int, done: Arrays) -> Arrays:
         own = self.turns.at(_some(shards, self.later), turn)
         gather = lambda own: [f(own[self.later.index(n)]) for n, f in self.gathers if n in self.later]
         return self.turns.put(done, dict(zip(self.later, jax.vjp(gather, own)[1](of_full)[0], strict=True)), turn)
 
-    def _given(self, full: Arrays, shards: Arrays, each: Arrays, consts: Arrays, turn: Any) -> tuple[Arrays, ...]:
+    def _given(
+        self, full: Arrays, shards: Arrays, each: Arrays, consts: Arrays, turn: Array | int
+    ) -> tuple[Arrays, ...]:
         """What a layer is given beside what is carried."""
         own = [*self.turns.at(_some(shards, self.soon), turn), _start()]
         in_use = full if self.travels else self._gather(self.turns.at(shards, turn))
@@ -186,7 +188,7 @@ class _Ahead:
     def forward(self, carry: Arrays, shards: Arrays, each: Arrays, consts: Arrays) -> Any:
         last = self.turns.length - 1
 
-        def turn(state: Any, number: Any) -> Any:
+        def turn(state: Tree, number: Array | int) -> Any:
             carry, full = state
             after = self._next(shards, number + 1)
             (*out, _), ys, kept = self.one_layer.forward(carry, *self._given(full, shards, each, consts, number))
@@ -197,7 +199,7 @@ class _Ahead:
         return (out, self.turns.stacked(ys, _one(y))), (kept, of_last, full, shards, each, consts)
 
     def _pull(
-        self, layer: _Kept, kept: Arrays, given: Any, number: Any, of_out: Arrays, of_ys: Arrays, done: Arrays
+        self, layer: _Kept, kept: Arrays, given: Tree, number: Array | int, of_out: Arrays, of_ys: Arrays, done: Arrays
     ) -> Any:
         """The cotangents of a layer: of what is carried, of what is scattered later, of each and of consts; and `done`, with
         those that were scattered at once."""
@@ -207,20 +209,20 @@ class _Ahead:
         done = self.turns.put(done, dict(zip(self.soon, own, strict=True)), number)
         return [of_carry, behind, of_each, of_consts, done]
 
-    def backward(self, kept: Any, cotangents: Any) -> Any:
+    def backward(self, kept: Tree, cotangents: Tree) -> Any:
         every, of_last_turn, full, shards, each, consts = kept
         of_carry, of_ys = map(smooth, cotangents)
         length, stacked = self.turns.length, self.turns.stacked
 
         def pull(
-            layer: _Kept, number: Any, kept: Arrays, full: Arrays, of_out: Arrays, done: Arrays, token: Any
+            layer: _Kept, number: Array | int, kept: Arrays, full: Arrays, of_out: Arrays, done: Arrays, token: Any
         ) -> Any:
             given = self._given(full, shards, each, consts, number)
             return self._pull(layer, kept, given, number, [*of_out, token], of_ys, done)
 
         kept_at = lambda number: [_layer_of(x, number) for x in every]
 
-        def turn(state: Any, number: Any) -> Any:
+        def turn(state: Tree, number: Array | int) -> Any:
             of_carry, full, behind, sums, done = state
             before, token = self._again(shards, number - 1, _start(), in_turn=True)
             done = self._scattered(behind, shards, number + 1, done)
@@ -260,14 +262,14 @@ def _some(arrays: Sequence[Any], numbers: Sequence[int]) -> Arrays:
     return [arrays[n] for n in numbers]
 
 
-def _layer_of(x: Array, number: Any) -> Array:
+def _layer_of(x: Array, number: Array | int) -> Array:
     """One of stacked arrays, as rows of all. XLA for TPU may want an axis of layers to be elsewhere, and then copies all."""
     if x.ndim == 1:
         return lax.dynamic_index_in_dim(x, number, keepdims=False)
     return lax.dynamic_slice_in_dim(_rows(x), number * x.shape[1], x.shape[1])
 
 
-def _put_layer(x: Array, one: Array, number: Any) -> Array:
+def _put_layer(x: Array, one: Array, number: Array | int) -> Array:
     if x.ndim == 1:
         return lax.dynamic_update_index_in_dim(x, one, number, 0)
     return lax.dynamic_update_slice_in_dim(_rows(x), one, number * x.shape[1], 0).reshape(x.shape)
@@ -277,7 +279,7 @@ def _rows(x: Array) -> Array:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def _late(gathers: Gathers, jaxpr: Any, kernels: Sequence[Any], shards: Arrays, full: Arrays) -> set[int]:
+def _late(gathers: Gathers, jaxpr: OpenJaxpr, kernels: Sequence[Any], shards: Arrays, full: Arrays) -> set[int]:
     """Which shards have their gradients scattered a layer late: all of which a part can't leave while the next is multiplied.
 
     Behind the gradients that a layer makes last it has no work to hide them. Where these are more than a third, all are late.
@@ -320,7 +322,7 @@ class _Kept:
         out, ys = jax.tree.unflatten(jax.tree.structure(self.outputs), found[: self.count])
         return out, ys, [kept[v] for v in self.kept]
 
-    def backward(self, kept: Arrays, *given: Any) -> Any:
+    def backward(self, kept: Arrays, *given: Tree) -> Any:
         *operands, of_out, of_ys = given
         leaves = jax.tree.leaves(operands)
         leaves = [*[None] * (len(self.reads) - len(leaves)), *leaves]

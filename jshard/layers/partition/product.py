@@ -23,7 +23,7 @@ from jshard.layers.partition.value import Value
 from jshard.layouts.axes import Factors
 from jshard.layouts.primitives import FIXED, KEPT, LOOKUP
 from jshard.layouts.redistribution import Axes
-from jshard.programs.jaxprs import Eqn
+from jshard.programs.jaxprs import Eqn, OpenJaxpr
 from jshard.programs.provenance import scope, source_of
 from jshard.signals.signal import Signal
 
@@ -88,7 +88,7 @@ def _plan_add(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     return [_whole_columns(plan, each, claim) for each in results], dataclasses.replace(step, gathers=claim)
 
 
-def _of_bias(jaxpr: Any, product: Any) -> Any:
+def _of_bias(jaxpr: OpenJaxpr, product: Any) -> Any:
     """Return the addition of a vector to a product that nothing else reads."""
     readers = [eqn for eqn in jaxpr.eqns if product in eqn.invars]
     if len(readers) != 1 or readers[0].primitive is not lax.add_p or product in jaxpr.outvars:

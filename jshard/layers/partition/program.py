@@ -14,7 +14,7 @@ import jax.core as jax_core
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard.errors import JShardError
-from jshard.layers.partition import by_hand, calls, cut, extremes, lookup, product, shape
+from jshard.layers.partition import by_hand, calls, cut, extremes, lookup, loops, product, shape
 from jshard.layers.partition.named import named
 from jshard.layers.partition.part import Part
 from jshard.layers.partition.pieces import Pieces
@@ -32,15 +32,16 @@ from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import Axes
 from jshard.printing.units import size
-from jshard.programs.jaxprs import bare, equations
+from jshard.programs.jaxprs import Jaxpr, OpenJaxpr, Tree, bare, equations
 from jshard.programs.provenance import source_of
 from jshard.signals.active_config import configuration, mesh_to_choose_for
 from jshard.signals.claims import Claim
 from jshard.signals.signal import Signal
 
-PLANS = {**by_hand.PLANS, **calls.PLANS, **cut.PLANS, **lookup.PLANS, **product.PLANS, **shape.PLANS}
+PLANS = {**by_hand.PLANS, **calls.PLANS, **cut.PLANS, **lookup.PLANS, **loops.PLANS, **product.PLANS, **shape.PLANS}
 RULES = {
-    **by_hand.RULES, **calls.RULES, **cut.RULES, **extremes.RULES, **lookup.RULES, **product.RULES, **shape.RULES,
+    **by_hand.RULES, **calls.RULES, **cut.RULES, **extremes.RULES, **lookup.RULES, **loops.RULES, **product.RULES,
+    **shape.RULES,
 }  # fmt: skip
 
 
@@ -60,12 +61,13 @@ class Program:
     def __init__(
         self,
         mesh: Mesh,
-        jaxpr: Any,
+        jaxpr: OpenJaxpr,
         inputs: Sequence[Input],
         *,
         returns_to: Mapping[int, int] = types.MappingProxyType({}),
     ):
-        self.mesh, self.jaxpr, self.inputs = mesh, jaxpr, inputs
+        self.mesh, self.inputs = mesh, inputs
+        self.jaxpr: Any = jaxpr
         self.returns_to = returns_to  # by the number of a result: the number of the input whose layout it takes
         self.types = [v.aval for v in bare(jaxpr).invars]
         self.only_looked_up = [{*each} == {"gather"} for each in readers(jaxpr)]
@@ -203,7 +205,7 @@ class Program:
             part.rest = None if rest == part.axes else rest
         return part
 
-    def __call__(self, *xs: Any) -> list[Any]:
+    def __call__(self, *xs: Tree) -> list[Any]:
         """Run on arrays that lie as `in_axes` say."""
         if not is_explicit(self.mesh):
             claims = [each.claim.signal if each.claim else None for each in self.inputs]
@@ -216,7 +218,7 @@ class Program:
         specs = tuple(Layout(self.mesh, *axes).spec for axes in self.in_axes)
         out_specs = [Layout(self.mesh, *axes).spec for axes in self.out_axes]
 
-        def body(*xs: Any) -> list[Any]:
+        def body(*xs: Tree) -> list[Any]:
             run = self.running()
             ends = run.run(self.jaxpr, self.parts(xs), self.plan) if self.pieces is None else self.pieces.run(xs)
             return [run.place(p, axes, self.claim_behind).x for p, axes in zip(ends, self.out_axes, strict=True)]
@@ -224,7 +226,7 @@ class Program:
         return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)(*xs)
 
 
-def _check_grouped(jaxpr: Any, mesh: Mesh) -> None:
+def _check_grouped(jaxpr: Jaxpr, mesh: Mesh) -> None:
     """Raise an error for a grouped convolution on several automatic mesh axes: XLA's partitioner multiplies the gradient of its
     kernel by the size of an axis that splits nothing. JAX 0.10.2 and 0.12.0 do so without jshard as well."""
     if sum(size >= 2 for size in mesh.shape.values()) < 2:

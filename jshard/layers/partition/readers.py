@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jshard.layers.partition.planner import CASTS
-from jshard.programs.jaxprs import bare, called, is_in, scanned
+from jshard.programs.jaxprs import Eqn, bare, called, is_in, scanned
 
 OTHER = "other"
 
@@ -34,7 +34,7 @@ def readers(program: Any, *, through: bool = True) -> list[list[str]]:
     return [found[variable] for variable in jaxpr.invars]
 
 
-def _inside(eqn: Any) -> list[list[str] | None]:
+def _inside(eqn: Eqn) -> list[list[str] | None]:
     """What reads each operand in the program that an equation calls, or in a loop of one turn that closes over it."""
     if (body := called(eqn)) is not None:
         return [*readers(body)]
@@ -44,5 +44,5 @@ def _inside(eqn: Any) -> list[list[str] | None]:
     return [None] * len(eqn.invars)
 
 
-def is_one_turn(eqn: Any) -> bool:
+def is_one_turn(eqn: Eqn) -> bool:
     return eqn.primitive.name == "scan" and eqn.params["length"] == 1

@@ -10,7 +10,7 @@ from jax._src import source_info_util
 from jax.extend.core import Primitive
 
 from jshard.layers.partition.planner import STAYS
-from jshard.programs.jaxprs import CHECKPOINTS, LOOPS, bare, holds, inner, part_of, read_by, variables
+from jshard.programs.jaxprs import CHECKPOINTS, LOOPS, OpenJaxpr, bare, holds, inner, part_of, read_by, variables
 
 regathered_p = Primitive("regathered")  # only the partition meets it: nothing binds it
 regathered_p.multiple_results = True
@@ -60,7 +60,7 @@ def _cut(eqns: Sequence[Any], is_border: Callable[[Any], bool]) -> list[list[Any
     return groups
 
 
-def _wrapped(jaxpr: Any, made: Sequence[Any], group: list[Any], read: Set[Any], at_rest: Set[Any]) -> list[Any]:
+def _wrapped(jaxpr: OpenJaxpr, made: Sequence[Any], group: list[Any], read: Set[Any], at_rest: Set[Any]) -> list[Any]:
     needed, wanted = list(group), read_by(group)
     for eqn in reversed(made):
         if wanted.intersection(eqn.outvars):

@@ -189,6 +189,14 @@ class Run:
     def place(self, part: Part, axes: Axes, claim: Signal | None) -> Part:
         return Part(part.shape, axes, self.local(part, axes, claim))
 
+    def array(self, part: Part, claim: Signal | None) -> Part:
+        """What can go into another trace: an array. A stored parameter stays at rest, and is gathered where it is used."""
+        return part if part.make is None else self.force(part, claim)
+
+    def lying(self, parts: Sequence[Part], axes: Sequence[Axes], claim: Signal | None) -> list[Array]:
+        """Return arrays as they are split by `axes`."""
+        return [self.place(part, each, claim).x for part, each in zip(parts, axes, strict=True)]
+
     def moving(self, claim: Signal | None) -> Moving:
         """Say who asks for moves: `sequence` for what it has scattered, else the operation that can't take it as it is; and by
         which algorithms."""

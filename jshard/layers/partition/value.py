@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jshard.layers.partition.plan import Names
 from jshard.layers.roles import Use, layout_in_use
@@ -79,11 +80,11 @@ class Lying:
         """How its uses need it."""
         raise NotImplementedError
 
-    def in_dtype(self, dtype: Any, wire: Any) -> Self:
+    def in_dtype(self, dtype: DTypeLike, wire: DTypeLike | None) -> Self:
         """The same array, made in another dtype, which is gathered in `wire`."""
         raise NotImplementedError
 
-    def cast(self, dtype: Any, wire: Any = None) -> Self:
+    def cast(self, dtype: DTypeLike, wire: DTypeLike | None = None) -> Self:
         """The same array in another dtype, where it lies: made once for all its uses."""
         dtype, key = jnp.dtype(dtype), (str(dtype), None if wire is None else str(wire))
         if key not in self.casts:
@@ -92,17 +93,17 @@ class Lying:
             self.casts[key] = self.in_dtype(dtype, wire)
         return self.casts[key]
 
-    def cast_by_program(self, dtype: Any) -> Self:
+    def cast_by_program(self, dtype: DTypeLike) -> Self:
         """The same parameter after a cast. Where its claim sums gradients in a wider dtype, they are of what was cast."""
         found, wide = self.cast(dtype), None if self.signal is None else self.signal.dtype.reduce
         if found is not self and wide is not None and jnp.result_type(wide, self.dtype, found.dtype) == wide:
             found.uncast = self
         return found
 
-    def summed_in(self, wide: Any, compute: Any) -> Self:
+    def summed_in(self, wide: DTypeLike | None, compute: DTypeLike) -> Self:
         """The same array in the dtype that its gradient is summed in; it is gathered in the dtype that it is used in."""
         source = self if self.uncast is None or self.dtype != compute else self.uncast
-        return source.cast(wide, compute if self.rest is not None or self.signal is None else None)
+        return source.cast(wide or compute, compute if self.rest is not None or self.signal is None else None)
 
     def renewed(self, **changes: Any) -> Self:
         """The same place for another array, of which nothing is remembered."""
@@ -199,7 +200,7 @@ class Value(Lying):
                 self.axes = axes
                 self.needed.clear()
 
-    def in_dtype(self, dtype: Any, wire: Any) -> Value:
+    def in_dtype(self, dtype: DTypeLike, wire: DTypeLike | None) -> Value:
         if not self.is_put_off:
             return self.renewed(dtype=dtype, wire=wire)
         return Value(self.shape, self.axes, dtype, self.signal, recipe=self.recipe, made_of=self.made_of)
@@ -207,7 +208,7 @@ class Value(Lying):
     def one_turn(self, **changes: Any) -> Value:
         return super().one_turn(of=self.of[1:], **changes)
 
-    def at_rest(self, dtype: Any, shape: tuple[int, ...], order: Sequence[int | None]) -> Value:
+    def at_rest(self, dtype: DTypeLike, shape: tuple[int, ...], order: Sequence[int | None]) -> Value:
         """The same parameter after an operation that leaves it where it rests: `order` is the axis that each was, or None for
         one that is new."""
         ordered = lambda axes: tuple(() if at is None else axes[at] for at in order)

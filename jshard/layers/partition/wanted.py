@@ -11,17 +11,17 @@ from jshard.layers.partition.local_sizes import Choice, axes_of
 from jshard.layouts.axes import factors, spread
 from jshard.layouts.primitives import FIXED
 from jshard.layouts.redistribution import Axes
-from jshard.programs.jaxprs import bare, called
+from jshard.programs.jaxprs import OpenJaxpr, bare, called
 
 
-def wanted(jaxpr: Any, found: Mapping[Any, Axes], sizes: Mapping[str, int]) -> dict[Any, Axes]:
+def wanted(jaxpr: OpenJaxpr, found: Mapping[Any, Axes], sizes: Mapping[str, int]) -> dict[Any, Axes]:
     """Return how to split the variables that a first run has `found` whole, so that what is made of them need not be cut."""
     want: dict[Any, Axes] = {}
     _read(bare(jaxpr), found, sizes, want)
     return want
 
 
-def _read(jaxpr: Any, found: Mapping[Any, Axes], sizes: Mapping[str, int], want: dict[Any, Axes]) -> None:
+def _read(jaxpr: OpenJaxpr, found: Mapping[Any, Axes], sizes: Mapping[str, int], want: dict[Any, Axes]) -> None:
     for eqn in reversed(jaxpr.eqns):
         body, of = bare(called(eqn)), factors(eqn)
         if body is not None:

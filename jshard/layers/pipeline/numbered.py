@@ -20,6 +20,7 @@ from jshard.layers.partition.plan import Names, names_of
 from jshard.layers.pipeline.scheduled import Scheduled
 from jshard.layers.pipeline.ticks import Model, run_table
 from jshard.layouts.layout import Layout
+from jshard.programs.jaxprs import Tree
 from jshard.programs.provenance import scope
 
 
@@ -103,11 +104,11 @@ class PipelinedPieces(Scheduled):
         inputs = {n: xs[n] for n in self.batch} | states
         others = {n: vary(x, staged) for n, x in enumerate(xs) if n not in parameters and n not in inputs}
 
-        def first(edges: Any, given: Any) -> dict[Group, Array]:
+        def first(edges: Tree, given: Tree) -> dict[Group, Array]:
             return {group: vary(jnp.zeros(size, group[0]), frozenset(group[1])) for group, size in self.longest.items()}
 
-        def chunk(own: Any, edges: Any, x: Any, given: Any, number: Array) -> dict[Group, Array]:
-            def run(at: int, own: Any, edges: Any, x: Any, given: Any) -> dict[Group, Array]:
+        def chunk(own: Tree, edges: Tree, x: Any, given: Tree, number: Array) -> dict[Group, Array]:
+            def run(at: int, own: Tree, edges: Tree, x: Any, given: Tree) -> dict[Group, Array]:
                 sent = self._unpacked(at - 1, x) if at else []
                 made = dict(
                     zip(pieces.made[at], pieces.computed(at, own, {**others, **edges, **given}, sent), strict=True)
@@ -117,7 +118,7 @@ class PipelinedPieces(Scheduled):
 
             return lax.switch(number, [functools.partial(run, at) for at in range(pieces.stages)], own, edges, x, given)
 
-        def last(edges: Any, x: Any, given: Any) -> tuple[Array, tuple[()]]:
+        def last(edges: Tree, x: Any, given: Tree) -> tuple[Array, tuple[()]]:
             return self._unpacked(pieces.stages - 1, x)[0], ()
 
         # all stages run all pieces' branches: what each of them keeps would have its place on every device

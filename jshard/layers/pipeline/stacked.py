@@ -17,7 +17,7 @@ from jshard.layers.partition.part import Part, vary
 from jshard.layers.partition.pieces import Piece, check_smooth
 from jshard.layers.partition.plan import Names, key_of, names_of
 from jshard.layers.partition.planner import whole
-from jshard.layers.partition.run import Run, SomeLayers
+from jshard.layers.partition.run import SomeLayers
 from jshard.layers.partition.stages import Counts, from_chunks, from_stages, to_chunks, to_stages
 from jshard.layers.pipeline.cut import Cut
 from jshard.layers.pipeline.scheduled import Scheduled
@@ -26,6 +26,7 @@ from jshard.layers.remat import CHUNK
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import Axes
 from jshard.programs.flops import arithmetic_of
+from jshard.programs.jaxprs import Tree
 from jshard.programs.provenance import scope
 from jshard.schedules.table import counted
 from jshard.signals.signal import Signal
@@ -102,7 +103,6 @@ class Pipelined(Scheduled):
 
     def _body(self, marked: Sequence[Names], *xs: Array) -> tuple[Array, list[Array], list[Array]]:
         program, cut, mesh_axis, by = self.program, self.cut, self.stage.mesh_axis, self.stage.by
-        plan, lies = program.of_one_stage()
         staged, chunks = frozenset({mesh_axis}), self.table.virtual_stages // self.table.stages
         parameters = {n: vary(xs[n], names | staged) for n, names in zip(self.parameters, marked, strict=True)}
         with scope(**by):
@@ -113,53 +113,9 @@ class Pipelined(Scheduled):
         variables, states = self._states(xs)
         inputs = {n: xs[n] for n in self.batch} | states
         others = {n: vary(x, staged) for n, x in enumerate(xs) if n not in parameters and n not in inputs}
-
-        how, claim = program.running(), program.claim_behind
-
-        def run(some: Piece, edges: Any, given: Any, more: Sequence[Part] = ()) -> list[Part]:
-            known = {**others, **edges, **given}
-            parts = [*(program.part_of_stage(n, known[n]) for n in some.inputs), *more]
-            return how.run(some.jaxpr, parts, plan)
-
-        def place(part: Part, axes: Axes) -> Array:
-            return how.place(part, axes, claim).x
-
-        lie = {v: lies[v] for v in (*cut.carried, *cut.left)}
-
-        def between(xs: Sequence[Array]) -> list[Part]:
-            return [Part(tuple(v.aval.shape), axes, x) for (v, axes), x in zip(lie.items(), xs, strict=True)]
-
-        def first(edges: Any, given: Any) -> list[Array]:
-            """What goes into the first layer, and room for what all of them leave behind."""
-            parts = run(cut.first, edges, given)
-            room = [jnp.zeros(Layout(program.mesh, *lie[v]).shard_shape(v.aval.shape), v.aval.dtype) for v in cut.left]
-            return [place(part, lie[v]) for v, part in zip(cut.carried, parts, strict=True)] + room
-
-        def chunk(own: Any, edges: Any, x: Any, given: Any, number: Array) -> list[Array]:
-            made = run(cut.each, edges, given)
-            some, rest = made[: cut.consts], iter(made[cut.consts :])
-            over = [self._some(how, next(rest), number) if n is None else self._layers_of(n, own[n]) for n in cut.over]
-            count = len(cut.carried)
-            loop, counts, some_layers = cut.of_length(self.layers), self.counts, None
-            if not counts.are_equal:
-                times = " ".join(map(str, counts.by_stage))
-                some_layers = SomeLayers(loop, jnp.array(counts.layers)[number], times)
-            parts = program.running(some_layers).equation(loop, [*some, *between(x)[:count], *over], plan[key_of(loop)])
-            after = [place(part, lie[v]) for v, part in zip(cut.carried, parts, strict=False)]
-            for v, room in zip(cut.left, x[count:], strict=True):
-                part = parts[cut.loop.outvars.index(v)]
-                left = place(Part((self.layers, *part.shape[1:]), part.axes, part.x), lie[v])
-                after.append(self._written(room, left, number))
-            return after
-
-        def last(edges: Any, x: Any, given: Any) -> tuple[Array, list[Array]]:
-            value, *left = run(cut.last, edges, given, between(x))
-            numbers = [self.variables[at] for at in self.of_data]
-            kept = [place(p, program.in_axes[n]) for n, p in zip(numbers, left, strict=True)]
-            return place(value, whole(len(value.shape))), kept
-
+        of = OneStage(self, others)
         shares = any(n in edges for n in cut.each.inputs)
-        model = Model(first, chunk, last, shares, self._recomputes(), self.layers_words)
+        model = Model(of.first, of.chunk, of.last, shares, self._recomputes(), self.layers_words)
         value, of_own, of_edges, left = run_table(self.table, model, own, edges, inputs, mesh_axis=mesh_axis, **by)
         for at, x in zip(self.of_data, left, strict=True):
             variables.insert(at, x)
@@ -210,17 +166,74 @@ class Pipelined(Scheduled):
         with scope(claim=claim.signal.name):
             return jax.vjp(lambda x: self.program.part(number, x).gather(((axis, self.stage.mesh_axis, True),)), x)
 
+
+class OneStage:
+    """What one stage runs: what goes into the first layer, its own layers, and what comes behind the last."""
+
+    def __init__(self, pipeline: Pipelined, others: dict[int, Array]):
+        self.program, self.cut, self.counts, self.layers = (
+            pipeline.program,
+            pipeline.cut,
+            pipeline.counts,
+            pipeline.layers,
+        )
+        self.others, self.run = others, pipeline.program.running()
+        self.of_data = [pipeline.variables[at] for at in pipeline.of_data]
+        self.plan, lies = pipeline.program.of_one_stage()
+        self.lie = {v: lies[v] for v in (*self.cut.carried, *self.cut.left)}
+
+    def first(self, edges: Tree, given: Tree) -> list[Array]:
+        """What goes into the first layer, and room for what all of them leave behind."""
+        parts, mesh = self._made(self.cut.first, edges, given), self.program.mesh
+        room = [jnp.zeros(Layout(mesh, *self.lie[v]).shard_shape(v.aval.shape), v.aval.dtype) for v in self.cut.left]
+        return [self._place(part, self.lie[v]) for v, part in zip(self.cut.carried, parts, strict=True)] + room
+
+    def chunk(self, own: Tree, edges: Tree, x: Any, given: Tree, number: Array) -> list[Array]:
+        """Run the layers of a chunk, and put what they leave behind into its room."""
+        cut, counts, some_layers = self.cut, self.counts, None
+        made = self._made(cut.each, edges, given)
+        some, rest = made[: cut.consts], iter(made[cut.consts :])
+        over = [self._some(next(rest), number) if n is None else self._layers_of(n, own[n]) for n in cut.over]
+        count, loop = len(cut.carried), cut.of_length(self.layers)
+        if not counts.are_equal:
+            times = " ".join(map(str, counts.by_stage))
+            some_layers = SomeLayers(loop, jnp.array(counts.layers)[number], times)
+        run, operands = self.program.running(some_layers), [*some, *self._between(x)[:count], *over]
+        parts = run.equation(loop, operands, self.plan[key_of(loop)])
+        after = [self._place(part, self.lie[v]) for v, part in zip(cut.carried, parts, strict=False)]
+        for v, room in zip(cut.left, x[count:], strict=True):
+            part = parts[cut.loop.outvars.index(v)]
+            left = self._place(Part((self.layers, *part.shape[1:]), part.axes, part.x), self.lie[v])
+            after.append(self._written(room, left, number))
+        return after
+
+    def last(self, edges: Tree, x: Any, given: Tree) -> tuple[Array, list[Array]]:
+        """The loss, and the variables that a call makes of its data."""
+        value, *left = self._made(self.cut.last, edges, given, self._between(x))
+        kept = [self._place(p, self.program.in_axes[n]) for n, p in zip(self.of_data, left, strict=True)]
+        return self._place(value, whole(len(value.shape))), kept
+
+    def _made(self, some: Piece, edges: Tree, given: Tree, more: Sequence[Part] = ()) -> list[Part]:
+        known = {**self.others, **edges, **given}
+        parts = [*(self.program.part_of_stage(n, known[n]) for n in some.inputs), *more]
+        return self.run.run(some.jaxpr, parts, self.plan)
+
+    def _place(self, part: Part, axes: Axes) -> Array:
+        return self.run.place(part, axes, self.program.claim_behind).x
+
+    def _between(self, xs: Sequence[Array]) -> list[Part]:
+        return [Part(tuple(v.aval.shape), axes, x) for (v, axes), x in zip(self.lie.items(), xs, strict=True)]
+
     def _layers_of(self, number: int, x: Array) -> Part:
         """The layers of one chunk, as a parameter whose layers are all here."""
         part = self.program.part_of_stage(number, x)
         axes, rest = ((), *part.axes[1:]), None if part.rest is None else ((), *part.rest[1:])
         return Part((self.layers, *part.shape[1:]), axes, x, rest=None if rest == axes else rest, signal=part.signal)
 
-    def _some(self, run: Run, part: Part, number: Array) -> Part:
+    def _some(self, part: Part, number: Array) -> Part:
         """Of what each layer has its own of, that of the layers of one chunk."""
-        part = run.place(part, ((), *part.axes[1:]), self.program.claim_behind)
-        x = self._read(part.x, number)
-        return Part((self.layers, *part.shape[1:]), part.axes, x)
+        axes = ((), *part.axes[1:])
+        return Part((self.layers, *part.shape[1:]), axes, self._read(self._place(part, axes), number))
 
     def _read(self, x: Array, number: Array) -> Array:
         """The layers of a chunk, and of a shorter one any more."""

@@ -14,11 +14,10 @@ from jax.interpreters import mlir
 from jshard.layers.partition.halves import Place, zeros_like_result
 from jshard.layers.partition.part import vary
 from jshard.layers.pipeline.residuals import Chunk, Kept
+from jshard.programs.jaxprs import Tree
 from jshard.programs.provenance import scope
 from jshard.schedules import Table, sends
 from jshard.schedules.steps import NONE, steps
-
-Tree = Any
 
 
 class Slot(NamedTuple):
@@ -145,7 +144,7 @@ class _Ticks:
         (*_, sums), _ = lax.scan(self._tick, (held, _zeros(x), zero), columns)
         return sums
 
-    def _tick(self, carry: Any, columns: dict[str, Array]) -> tuple[Any, None]:
+    def _tick(self, carry: Tree, columns: dict[str, Array]) -> tuple[Any, None]:
         held, by_x, sums = carry
         now = {name: column[self.stage] for name, column in columns.items()}
         with scope(phase="backward"):
@@ -160,7 +159,7 @@ class _Ticks:
             by_x, sums, held = self._backward_slots(now, held, sums)
         return (held._replace(inputs=_put(held.inputs, now["F_arrives"], arrives)), by_x, sums), None
 
-    def _backward_slots(self, now: dict[str, Array], held: Buffers, sums: Any) -> tuple[Tree, Any, Buffers]:
+    def _backward_slots(self, now: dict[str, Array], held: Buffers, sums: Tree) -> tuple[Tree, Any, Buffers]:
         idle = _zeros(self.x), _zeros(self.x), sums, held.left
         is_due = now["B_microbatch"] != NONE
         by_x, by_y, sums, left = self._only(is_due, "B", lambda: self._backward(now, held, sums), lambda: idle)
@@ -183,7 +182,7 @@ class _Ticks:
         y, kept = self.program.forward((*args, x), _places(held.kept, now["F_kept"]))
         return y, kept, _put(held.outputs, now["F_output"], y)
 
-    def _backward(self, now: dict[str, Array], held: Buffers, sums: Any) -> Any:
+    def _backward(self, now: dict[str, Array], held: Buffers, sums: Tree) -> Any:
         args = self._called(now, "B")
         y, kept = self._kept(now, "B", args, held)
         (total, behind), sums, of_edges = sums
@@ -212,7 +211,7 @@ class _Ticks:
         of_edges = self._only(now["B_input"] == NONE, 0, of_first, lambda: of_edges)
         return by_x, by_y, (total, sums, of_edges), left
 
-    def _weights(self, now: dict[str, Array], held: Buffers, sums: Any) -> Any:
+    def _weights(self, now: dict[str, Array], held: Buffers, sums: Tree) -> Any:
         args = self._called(now, "W")
         _, kept = self._kept(now, "W", args, held)
         by_y, left = _at(held.gradients, now["W_gradient"]), _places(held.left, now["W_left"])

@@ -1,0 +1,333 @@
+"""Rules of loops: what is carried stays split alike, and what each turn would move alike is moved before them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jshard.errors import JShardError
+from jshard.layers.partition.halves import zeros_like_result
+from jshard.layers.partition.part import Part, vary
+from jshard.layers.partition.plan import Names, Plan, Remat, Step
+from jshard.layers.partition.planner import Planned, Planner, PlanRule
+from jshard.layers.partition.prefetch import scan_ahead
+from jshard.layers.partition.readers import is_one_turn
+from jshard.layers.partition.run import Rule, Run, SomeLayers
+from jshard.layers.partition.stages import in_turn
+from jshard.layers.partition.value import Value, need_before
+from jshard.layers.remat import CHUNK, recomputed
+from jshard.layouts.redistribution import Axes
+from jshard.programs.jaxprs import CHECKPOINTS, Eqn, Tree, holds, scanned
+from jshard.programs.provenance import scope, source_of
+from jshard.signals.signal import Signal
+
+ONE_TURN, AHEAD = "one turn", "gathered ahead"
+
+# -- plans --
+
+
+def _plan_scan(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    """What is carried is split as it goes in, or further as the loop leaves it; the axis that one goes along is whole, or split
+    over the stages of a pipeline, which run one after the other."""
+    jaxpr, (count, carried) = eqn.params["jaxpr"], scanned(eqn)
+    values = [plan.array(value) for value in values]
+    consts, carry, over = values[:count], values[count : count + carried], values[count + carried :]
+    if is_one_turn(eqn) and not any(value.signal for value in over):
+        return _plan_one_turn(plan, eqn, [*consts, *carry], over)
+    lead = () if plan.stage is None or eqn.params["reverse"] else (plan.stage.mesh_axis,)
+    lead = lead if any(value.axes[0] == lead for value in over) else ()
+    over = [_plan_led_by(plan, value, lead) for value in over]
+    consts = [value.outside() for value in consts] if lead else consts
+    for value in over:
+        if value.is_undecided and value.parameter is not None and value.of[0] is not None:
+            value.parameter.roles[value.of[0]] = "scan"
+
+    def body(axes: list[Axes]) -> tuple[list[Value], Plan]:
+        state = [Value(value.shape, a, value.dtype) for value, a in zip(carry, axes, strict=True)]
+        made, inside = plan.program(jaxpr, [*(v.inside() for v in consts), *state, *(v.one_turn() for v in over)])
+        made[carried:] = [plan.force(value) for value in made[carried:]]
+        for value, a in zip(made, axes, strict=False):
+            plan.need(value, a)
+        return made, inside
+
+    axes, made, inside = _settled([plan.force(value).axes for value in carry], consts, body)
+    need_before(consts, plan.need)
+    for value, a in zip(carry, axes, strict=True):
+        plan.need(value, a)
+    results = [Value(value.shape, a, value.dtype) for value, a in zip(carry, axes, strict=True)]
+    for variable, value in zip(eqn.outvars[carried:], made[carried:], strict=True):
+        results.append(Value(tuple(variable.aval.shape), (lead, *value.axes), value.dtype))
+    ahead = any(value.prefetches for value in over)
+    if ahead:
+        _check_ahead(eqn, next(value.signal for value in over if value.prefetches))
+    regather = not holds(jaxpr, CHECKPOINTS) and _keeps_no_parameter(over)
+    how, remat = AHEAD if ahead else "", _remat_of(over)
+    return results, Step(how, inside=(inside,), carried=tuple(axes), lead=lead, remat=remat, regather=regather)
+
+
+def _check_ahead(eqn: Eqn, signal: Signal | None) -> None:
+    """Refuse to gather the layers of a loop one ahead where the model says how several of them run."""
+    assert signal is not None
+    if eqn.params["unroll"] >= 2:
+        raise JShardError(
+            f"{signal} says store.prefetch ({signal.at('store.prefetch')}) for layers of which {eqn.params['unroll']} are one "
+            f"turn of their loop ({source_of(eqn)})",
+            hint="remove `unroll`, or store.prefetch: one layer is gathered ahead",
+        )
+    if holds(eqn.params["jaxpr"], CHECKPOINTS):
+        raise JShardError(
+            f"{signal} says store.prefetch ({signal.at('store.prefetch')}) for layers that say themselves what is computed "
+            f"anew ({source_of(eqn)})",
+            hint="remove one: of layers that are gathered ahead their input is kept, and what `remat` says",
+        )
+
+
+def _keeps_no_parameter(over: Sequence[Value]) -> bool:
+    """Whether the backward pass marks the layers' parameters again, as it gathers them: kept, they would be stacked anew."""
+    signals = [value.signal for value in over if value.signal is not None]
+    return any(value.regathers for value in over) or (bool(signals) and not any(each.store_keep for each in signals))
+
+
+def _remat_of(over: Sequence[Value]) -> Remat:
+    """What the signals of the layers' parameters say is computed anew, which has to be one thing."""
+    said = {v.signal.remat: v.signal for v in over if v.signal is not None and v.signal.remat}
+    if len(said) > 1:
+        one, other, *_ = said.values()
+        raise JShardError(
+            f"{one} and {other} ({other.at('remat')}) say different remat for the layers of one loop",
+            hint="give both the same: the layers of a loop are computed anew as a whole",
+        )
+    return next(iter(said), "")
+
+
+def _plan_one_turn(plan: Planner, eqn: Eqn, given: Sequence[Value], over: Sequence[Value]) -> Planned:
+    """Plan a loop of one turn: what it closes over is read as anywhere else."""
+    each = [_plan_led_by(plan, value, ()).one_turn() for value in over]
+    made, inside = plan.program(eqn.params["jaxpr"], [*given, *each])
+    _, carried = scanned(eqn)
+    left = zip(eqn.outvars[carried:], [plan.force(value) for value in made[carried:]], strict=True)
+    stacked = [Value(tuple(v.aval.shape), ((), *value.axes), value.dtype) for v, value in left]
+    return [*made[:carried], *stacked], Step(ONE_TURN, inside=(inside,))
+
+
+def _plan_led_by(plan: Planner, value: Value, lead: tuple[str, ...]) -> Value:
+    lies = value.axes if value.rest is None else value.rest
+    return value if lies[0] == lead else plan.place(value, (lead, *value.axes[1:]))
+
+
+def _settled(
+    axes: list[Axes], consts: Sequence[Value], body: Callable[[list[Axes]], tuple[list[Value], Plan]]
+) -> tuple[list[Axes], list[Value], Plan]:
+    """Split what is carried as the body leaves it, where that is split further, until it stays so."""
+    for _ in range(3):
+        made, inside = body(axes)
+        after = [new.axes if _finer(old, new.axes) else old for old, new in zip(axes, made, strict=False)]
+        if after == axes:
+            return axes, made, inside
+        axes = after
+        for value in consts:
+            value.within.clear()
+    return axes, *body(axes)
+
+
+def _finer(old: Axes, new: Axes) -> bool:
+    return old != new and all(b[: len(a)] == a for a, b in zip(old, new, strict=True))
+
+
+def _plan_while(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
+    asked, values = eqn.params, [plan.array(value) for value in values]
+    of_test, of_body = asked["cond_nconsts"], asked["body_nconsts"]
+    test_consts, consts, carry = values[:of_test], values[of_test : of_test + of_body], values[of_test + of_body :]
+
+    def body(axes: list[Axes]) -> tuple[list[Value], Plan]:
+        made, inside = plan.program(asked["body_jaxpr"], [*(value.inside() for value in consts), *state(axes)])
+        for value, a in zip(made, axes, strict=True):
+            plan.need(value, a)
+        return made, inside
+
+    def state(axes: list[Axes]) -> list[Value]:
+        return [Value(value.shape, a, value.dtype) for value, a in zip(carry, axes, strict=True)]
+
+    axes, _, inside = _settled([plan.force(value).axes for value in carry], consts, body)
+    need_before(consts, plan.need)
+    for value, a in zip(carry, axes, strict=True):
+        plan.need(value, a)
+    (found,), test = plan.program(asked["cond_jaxpr"], [*(value.outside() for value in test_consts), *state(axes)])
+    plan.need(found, ())
+    return state(axes), Step(inside=(test, inside), carried=tuple(axes))
+
+
+# -- runs --
+
+
+def _before(run: Run, parts: Sequence[Part], claim: Signal | None) -> None:
+    """Gather, cut and mark before a loop what each of its turns would."""
+
+    def need(part: Part, axes: Axes, names: Names) -> None:
+        with contextlib.nullcontext() if part.signal is None else scope(claim=part.signal.name):
+            run.local(part, axes, claim, names)
+
+    need_before(parts, need)
+
+
+def _scan(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+    asked, jaxpr, axes, lead = eqn.params, eqn.params["jaxpr"], step.carried, step.lead
+    count, carried = scanned(eqn)
+    parts = [run.array(part, step.claim) for part in parts]
+    consts, carry, over = parts[:count], parts[count : count + carried], parts[count + carried :]
+    if step.how == ONE_TURN:
+        return _one_turn(run, eqn, [*consts, *carry], over, step)
+    over = [_led_by(run, part, lead, step) for part in over]
+    if lead:  # else gradients would be summed over stages where one stage is at work
+        consts = [part.outside(x=vary(part.x, frozenset(lead))) for part in consts]
+    made: list[Part] = []
+    inner: list[Part] = []
+
+    def turn(carries: Sequence[Array], each: Sequence[Any], given: Sequence[Array]) -> tuple[Any, Any]:
+        inner[:] = [part.inside(x=x) for part, x in zip(consts, given, strict=True)]
+        inner.extend(Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True))
+        inner.extend(x if isinstance(x, Part) else part.one_turn(x=x) for part, x in zip(over, each, strict=True))
+        made[:] = run.run(jaxpr, inner, step.inside[0])
+        made[carried:] = [run.force(part, step.claim_behind) for part in made[carried:]]
+        return run.lying(made[:carried], axes, step.claim_behind), [part.x for part in made[carried:]]
+
+    start, given = run.lying(carry, axes, step.claim), [part.x for part in consts]
+    if consts or step.how == AHEAD:
+        jax.make_jaxpr(turn)(
+            start, [part.x[0] for part in over], given
+        )  # tells what a turn makes of what it closes over
+    _before(run, consts, step.claim_behind)
+    layer = lambda carries, each: turn(carries, each, [part.x for part in consts])
+    length = asked["length"] // math.prod(run.sizes[name] for name in lead)
+
+    def layers(carries: list[Array]) -> tuple[list[Array], list[Array]]:
+        if step.how == AHEAD:
+            return _ahead(eqn, length, over, inner[count + carried :], layer, carries, step.remat)
+        one = recomputed(layer, step.remat, regather=step.regather, in_scan=asked["unroll"] < length)
+        how = {"length": length, "reverse": asked["reverse"], "unroll": asked["unroll"]}
+        xs = [part.x for part in over]
+        if run.some_layers is None or run.some_layers.loop is not eqn:
+            return lax.scan(one, carries, xs, **how)
+        return _first_of(one, run.some_layers, carries, xs, **how)
+
+    start = [vary(x, frozenset(lead)) for x in start]
+    if lead:
+        last, ys = in_turn(layers, start, *lead, **run.by)
+        with scope(**run.by):
+            last = [run.reduce(x, lead, "sum", step.claim_behind) for x in last]
+    else:
+        last, ys = layers(start)
+    results = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, last, strict=True)]
+    shapes = [tuple(variable.aval.shape) for variable in eqn.outvars[carried:]]
+    return results + [Part(s, (lead, *p.axes), y) for s, p, y in zip(shapes, made[carried:], ys, strict=True)]
+
+
+def _one_turn(run: Run, eqn: Eqn, given: Sequence[Part], over: Sequence[Part], step: Step) -> list[Part]:
+    each = [part.one_turn(x=lax.squeeze(part.x, (0,))) for part in (_led_by(run, part, (), step) for part in over)]
+    made = run.run(eqn.params["jaxpr"], [*given, *each], step.inside[0])
+    _, carried = scanned(eqn)
+    shapes = [tuple(variable.aval.shape) for variable in eqn.outvars[carried:]]
+    left = zip(shapes, [run.force(part, step.claim_behind) for part in made[carried:]], strict=True)
+    return [*made[:carried], *(Part(shape, ((), *part.axes), part.x[None]) for shape, part in left)]
+
+
+def _first_of(
+    layer: Callable[..., Any], some: SomeLayers, carry: list[Array], xs: list[Array], *, length: int, **how: Any
+) -> tuple[list[Array], list[Array]]:
+    """Run the first layers of a loop, as many as `some` says; those behind them leave what is carried as it is, and zeros."""
+    _, none = zeros_like_result(layer, carry, [x[0] for x in xs])
+
+    def one(carry: Tree, xs: list[Array]) -> Any:
+        number, carry = carry
+        with scope(times=some.times, turns=str(length)):
+            carry, left = lax.cond(number < some.number, lambda: layer(carry, xs), lambda: (carry, none))
+        return (number + 1, carry), left
+
+    (_, carry), left = lax.scan(one, (jnp.zeros((), jnp.int32), carry), xs, length=length, **how)
+    return carry, left
+
+
+def _ahead(
+    eqn: Eqn,
+    length: int,
+    over: Sequence[Part],
+    seen: Sequence[Part],
+    layer: Callable[..., Any],
+    carry: list[Array],
+    remat: Remat,
+) -> tuple[list[Array], list[Array]]:
+    """Run a loop whose layers are gathered one ahead. `seen` are the parts of a layer that has been traced: what it gathers."""
+    ahead = {at: list(seen[at].gathers()) for at, part in enumerate(over) if part.prefetches}
+    others = [at for at in range(len(over)) if at not in ahead]
+
+    def gather(at: int, path: Any, steps: Any, x: Any) -> Any:
+        part = over[at].one_turn(x=x)
+        with contextlib.nullcontext() if part.signal is None else scope(claim=part.signal.name):
+            return part.follow(path).gather(steps)
+
+    gathers = [
+        (number, functools.partial(gather, at, *use)) for number, (at, uses) in enumerate(ahead.items()) for use in uses
+    ]
+
+    def one(carries: list[Any], full: list[Any], each: list[Any]) -> Any:
+        parts: dict[int, Any] = dict(zip(others, each, strict=True))
+        it = iter(full)
+        for at, uses in ahead.items():
+            # the dtype alone is read, and no use can gather it once more
+            parts[at] = over[at].one_turn(x=jax.ShapeDtypeStruct((), over[at].x.dtype))
+            for path, steps in uses:
+                parts[at].follow(path).gathered[steps] = next(it)
+        return layer(carries, [parts[at] for at in range(len(over))])
+
+    shards, each = [over[at].x for at in ahead], [over[at].x for at in others]
+    return scan_ahead(
+        one, gathers, carry, shards, each, length=length, reverse=eqn.params["reverse"],
+        travels=any(over[at].rest is not None for at in ahead), remat="" if remat == CHUNK else remat,
+    )  # fmt: skip
+
+
+def _led_by(run: Run, part: Part, lead: tuple[str, ...], step: Step) -> Part:
+    """The axis that a scan goes along is whole on every device, or split over stages, of a stored parameter too."""
+    lies = part.axes if part.rest is None else part.rest
+    return part if lies[0] == lead else run.place(part, (lead, *part.axes[1:]), step.claim)
+
+
+def _while(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+    asked, axes, parts = eqn.params, step.carried, [run.array(part, step.claim) for part in parts]
+    of_test, of_body = asked["cond_nconsts"], asked["body_nconsts"]
+    test_consts, consts, carry = parts[:of_test], parts[of_test : of_test + of_body], parts[of_test + of_body :]
+    of_test_plan, of_body_plan = step.inside
+
+    def state(carries: Sequence[Array]) -> list[Part]:
+        return [Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True)]
+
+    def body(carries: Sequence[Array], given: Sequence[Any]) -> list[Array]:
+        made = run.run(
+            asked["body_jaxpr"],
+            [*(part.inside(x=x) for part, x in zip(consts, given, strict=True)), *state(carries)],
+            of_body_plan,
+        )
+        return run.lying(made, axes, step.claim_behind)
+
+    def test(carries: Sequence[Array]) -> Array:
+        given = [*(part.outside() for part in test_consts), *state(carries)]
+        (found,) = run.run(asked["cond_jaxpr"], given, of_test_plan)
+        return run.place(found, (), step.claim_behind).x
+
+    start, given = run.lying(carry, axes, step.claim), [part.x for part in consts]
+    if consts:
+        jax.make_jaxpr(body)(start, given)  # tells what a turn makes of what it closes over
+    _before(run, consts, step.claim_behind)
+    last = lax.while_loop(test, lambda carries: body(carries, [part.x for part in consts]), start)
+    return state(last)
+
+
+PLANS: dict[str, PlanRule] = {"scan": _plan_scan, "while": _plan_while}
+RULES: dict[str, Rule] = {"scan": _scan, "while": _while}
