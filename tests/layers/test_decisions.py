@@ -5,14 +5,17 @@ from __future__ import annotations
 import collections
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jshard.cli import main
-from jshard.layers.partition.plan import key_of
+from jshard.layers.partition.lookup import WHERE_IT_RESTS
+from jshard.layers.partition.plan import key_of, steps
 from jshard.layers.partition.planner import Planner
 from jshard.programs.jaxprs import bare
 from jshard.signals import active_config as current
 from jshard.training.experiments.experiment import Experiment
+from tests.support.partitioned import built
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = (
@@ -84,3 +87,23 @@ def test_how_the_equations_of_a_line_are_split_is_printed(capsys, monkeypatch):
     )
     assert f"tensor as {sums}; data as operand 0 lies; summed over tensor  x 2" in rows
     assert "reshape [tensor] -> [-, -, tensor]: made where it is needed, as that needs it" in rows
+
+
+@pytest.mark.parametrize(("word", "sentence"), [
+    ("adopted.py:25", 'axis_types: auto leaves the equations of "adopted.py:25" to XLA, and nothing says how they are split; '
+     "write axis_types: explicit under jshard, or name a parameter"),
+    ("u/kernel", '"u/kernel" is not a claimed parameter of this program; write one of '),
+])  # fmt: skip
+def test_what_is_left_to_xla_has_no_plan(word, sentence, capsys, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    words = ["explain", "configs/adopt/transformer.yaml", "--trust", "jshard.axis_types=auto", "--why", word]
+    assert main(words) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_steps_are_of_all_equations_also_where_a_table_is_read_where_it_rests(mesh):
+    table, places = np.zeros((64, 32), np.float32), np.zeros((8, 2), np.int32)
+    claim = {"row": "data", "reduction": "tensor", "store": "data"}
+    program, _ = built(mesh(data=2, tensor=4), lambda w, at: w[at], [table, places], [claim, (("data",), ())])
+    found = [step.how for eqn, step in steps(program.jaxpr, program.plan) if eqn.primitive.name == "gather"]
+    assert found == [WHERE_IT_RESTS]

@@ -11,26 +11,42 @@ from fnmatch import fnmatchcase
 from jshard.errors import JShardError, quoted
 from jshard.inspect.ledger.claimed import Claimed
 from jshard.layers.partition import Program
-from jshard.layers.partition.plan import Step, steps
+from jshard.layers.partition.plan import AT_REST, CALL, PUT_OFF, WHOLE, Step, steps
 from jshard.layouts.redistribution import Axes
 from jshard.programs.provenance import source_of
 
 LINE = re.compile(r"[^:]+:\d+")
+REASONS = {
+    CALL: "a call", PUT_OFF: "made where it is needed, as that needs it", AT_REST: "a parameter, which stays where it rests",
+    WHOLE: "no rule is known: run on whole arrays",
+}  # fmt: skip
 
 
 def why(claims: Sequence[Claimed], programs: Sequence[Program], word: str) -> str:
     """Say why the parameters of a path or glob lie as they do, or how each equation of a source line runs."""
-    rows = _of_line(programs, word) if LINE.fullmatch(word) else _of_parameters(claims, word)
+    if LINE.fullmatch(word):
+        what, planned = "a source line of an equation", list(_planned(programs, word))
+        rows, known = _of_line(planned, word), sorted({line for line, *_ in planned if line})
+    else:
+        what, known, rows = "a claimed parameter", [row.parameter for row in claims], _of_parameters(claims, word)
     if not rows:
-        lines = {source_of(eqn) for program in programs for eqn, _ in steps(program.jaxpr, program.plan)}
-        known = sorted(lines - {""}) if LINE.fullmatch(word) else [row.parameter for row in claims]
         near = difflib.get_close_matches(word, known, 3, 0) or known[:3]
-        what = "a source line of an equation" if LINE.fullmatch(word) else "a claimed parameter"
         raise JShardError(
             f"{quoted(word)} is not {what} of this program",
             hint=f"write one of {', '.join(near)}" if near else "name a model that signals claim",
         )
     return "\n".join(rows)
+
+
+def _planned(programs: Sequence[Program], word: str) -> Iterator[tuple[str, str, Step]]:
+    """Yield the source line, the name and the step of each equation."""
+    for program in programs:
+        if not program.plan:
+            raise JShardError(
+                f"axis_types: auto leaves the equations of {quoted(word)} to XLA, and nothing says how they are split",
+                hint="write axis_types: explicit under jshard, or name a parameter",
+            )
+        yield from ((source_of(eqn), eqn.primitive.name, step) for eqn, step in steps(program.jaxpr, program.plan))
 
 
 def _of_parameters(claims: Sequence[Claimed], word: str) -> list[str]:
@@ -58,22 +74,31 @@ def _axes(words: Sequence[str]) -> str:
     return ", ".join(f"{names} (axis {axis})" for axis, names in enumerate(words) if names)
 
 
-def _of_line(programs: Sequence[Program], word: str) -> list[str]:
-    rows: collections.Counter[str] = collections.Counter()
-    for program in programs:
-        for eqn, step in steps(program.jaxpr, program.plan):
-            if f"/{source_of(eqn)}".endswith(f"/{word}"):
-                rows[_of_equation(eqn.primitive.name, step)] += 1
-    return [f"{row}  x {count}" if count >= 2 else row for row, count in rows.items()]
+def _of_line(planned: Sequence[tuple[str, str, Step]], word: str) -> list[str]:
+    fits = [_of_equation(name, step) for line, name, step in planned if f"/{line}".endswith(f"/{word}")]
+    return [f"{row}  x {count}" if count >= 2 else row for row, count in collections.Counter(fits).items()]
 
 
 def _of_equation(name: str, step: Step) -> str:
     left = {name for axes in step.results for names in axes for name in names}
     summed = [name for names in step.choice.values() for name in names if name not in left]
-    said = [step.reason, *(f"moves {_lies(source)} to {_lies(target)}" for source, target in step.moves)]
+    said = [_reason(step), *(f"moves {_lies(source)} to {_lies(target)}" for source, target in step.moves)]
     said += [f"summed over {', '.join(summed)}"] * bool(summed)
     said += [f"its sum scattered over {', '.join(step.scattered)}"] * bool(step.scattered)
     return f"{name} {', '.join(map(_lies, step.operands))} -> {', '.join(map(_lies, step.results))}: {'; '.join(said)}"
+
+
+def _reason(step: Step) -> str:
+    """Say why an equation is split as it is: by a claimed parameter, or as an operand lies, or as its result is wanted."""
+    if step.how in REASONS or step.inside:
+        return REASONS.get(step.how, "as the program in it is split")
+    said: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for names in step.choice.values() for name in names):
+        having = [at for at, axes in enumerate(step.operands) if any(name in names for names in axes)]
+        claimed = next((claim for at in having if (claim := step.claims[at]) is not None), None)
+        why = f"as operand {having[0]} lies" if having else "as its result is wanted"
+        said.setdefault(why if claimed is None else f"as {claimed} splits its parameter", []).append(name)
+    return "; ".join(f"{', '.join(names)} {why}" for why, names in said.items()) or "nothing splits its operands"
 
 
 def _lies(axes: Axes) -> str:

@@ -14,7 +14,7 @@ from jax.lax import GatherScatterMode
 from jshard.layers.partition.choice import choose, local_size, moved_over, ways
 from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape
 from jshard.layers.partition.part import Moving, Part, moving_as, names_of
-from jshard.layers.partition.plan import PUT_OFF, Names, Step, key_of
+from jshard.layers.partition.plan import PUT_OFF, Names, Step
 from jshard.layers.partition.planner import Planned, Planner, PlanRule, known, traced_whole
 from jshard.layers.partition.product import scatters, settle, sum_or_scatter
 from jshard.layers.partition.run import Rule, Run, shape_of
@@ -25,7 +25,7 @@ from jshard.layouts.primitives import LOOKUP, SCATTERS
 from jshard.layouts.redistribution import Axes
 from jshard.programs.jaxprs import Eqn, OpenJaxpr
 
-AT_REST = "where the table rests"
+WHERE_IT_RESTS = "where the table rests"
 
 
 def _plan_gather(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
@@ -70,8 +70,7 @@ def _plan_at_rest(plan: Planner, eqn: Eqn, values: list[Value], found: Factors, 
     others = _without(here.axes, names)
     target = tuple((*want, *(n for n in have if n not in want)) for want, have in zip(answers, others, strict=True))
     plan.have(here, target)
-    step = dataclasses.replace(step, claim=plan.nearest, results=(here.axes,))
-    return [Value(here.shape, target, here.dtype)], Step(AT_REST, inside=({key_of(eqn): step},))
+    return [Value(here.shape, target, here.dtype)], dataclasses.replace(step, how=WHERE_IT_RESTS)
 
 
 def _moved_over(plan: Planner, eqn: Eqn, values: list[Value], found: Factors, choice: Choice) -> Choice:
@@ -97,7 +96,7 @@ def _names(found: Factors, choice: Choice) -> tuple[str, ...]:
 
 
 def _gather(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
-    if step.how == AT_REST:
+    if step.how == WHERE_IT_RESTS:
         return [_where_it_rests(run, eqn, parts, step)]
     if step.how == PUT_OFF:
         return run.later(eqn, parts, step)
@@ -134,7 +133,7 @@ def _where_it_rests(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Part:
     own, every = run.place(indices, indices.axes, step.claim), _without(indices.axes, names)
     indices = Part(indices.shape, every, own.local(every, frozenset(), by_store))
     at_rest = Part(table.shape, table.rest, table.x, signal=table.signal)
-    (here,) = _gather(run, eqn, [at_rest, indices], step.inside[0][key_of(eqn)])
+    (here,) = _gather(run, eqn, [at_rest, indices], dataclasses.replace(step, how=""))
     (target,) = step.results
     return Part(here.shape, target, here.local(target, frozenset(), by_store))
 

@@ -25,7 +25,7 @@ class Step:
     operands: tuple[Axes, ...] = ()  # how they lie before it
     results: tuple[Axes, ...] = ()
     moves: tuple[tuple[Axes, Axes], ...] = ()  # of operands, from where they lie to where it needs them
-    reason: str = ""
+    claims: tuple[Signal | None, ...] = ()  # of operands
     inside: tuple[Plan, ...] = ()
     body: Any = None  # a program that is run in the place of the equation
     fused: Fused | None = None  # of a product that is cut behind it: what the body reads and makes

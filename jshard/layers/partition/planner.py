@@ -21,7 +21,7 @@ from jshard.layers.partition.fused import Fused, fused
 from jshard.layers.partition.local_sizes import Choice, axes_of
 from jshard.layers.partition.plan import AT_REST, CALL, DONE, PUT_OFF, WHOLE, Names, Plan, Step, key_of
 from jshard.layers.partition.unreduced import Ran
-from jshard.layers.partition.value import Value
+from jshard.layers.partition.value import Lying, Value, claim_of
 from jshard.layouts.axes import Factors, factors
 from jshard.layouts.primitives import ELEMENTWISE, unknown_parameters
 from jshard.layouts.redistribution import Axes
@@ -117,7 +117,7 @@ class Planner:
             operands=operands,
             results=tuple(value.axes for value in results),
             moves=tuple((v.axes, axes) for v, axes, _ in needs if not v.is_put_off and v.axes != axes),
-            reason=reason(step, values),
+            claims=tuple(value.signal for value in values),
             claim=claim,
             claim_behind=self.nearest,
         )
@@ -141,7 +141,7 @@ class Planner:
 
     def _use(self, eqn: Eqn, values: Sequence[Value]) -> None:
         self.eqn = eqn
-        self.nearest = next((value.signal for value in values if value.signal is not None), self.nearest)
+        self.nearest = claim_of(values) or self.nearest
 
     @contextlib.contextmanager
     def _within(self, path: tuple[Hashable, ...] | None) -> Iterator[None]:
@@ -229,10 +229,7 @@ class Planner:
         """Put an operation off: it is done where a result of it is needed, as that needs it split. Of several arrays that all
         devices have, and no fewer numbers than the result, the gradient of the result is summed, not that of each."""
         choice = choose(found, values, self.sizes)
-        signal = next((value.signal for value in values if value.signal is not None), None)
-        early, sources = sums_early(
-            [v.made_of if v.is_put_off else math.prod(v.shape) for v in values if v.shape], eqn, signal
-        )
+        signal, (early, sources) = claim_of(values), sums_early(eqn, values)
 
         def result(at: int, variable: Any) -> Value:
             shape = tuple(variable.aval.shape)
@@ -331,30 +328,11 @@ class Planner:
         return ", ".join(fault for name, fault in found.items() if fault and self.sizes[name] >= 2)
 
 
-REASONS = {
-    CALL: "a call", PUT_OFF: "made where it is needed, as that needs it", AT_REST: "a parameter, which stays where it rests",
-    WHOLE: "no rule is known: run on whole arrays",
-}  # fmt: skip
-
-
-def reason(step: Step, values: Sequence[Value]) -> str:
-    """Say why an equation is split as it is: by a claimed parameter, or as an operand lies, or as its result is wanted."""
-    if step.how in REASONS or step.inside:
-        return REASONS.get(step.how, "as the program in it is split")
-    said: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for names in step.choice.values() for name in names):
-        having = [(number, value) for number, value in enumerate(values) if any(name in each for each in value.axes)]
-        claimed = next((value.signal for _, value in having if value.signal is not None), None)
-        why = f"as {claimed} splits its parameter" if claimed is not None else "as its result is wanted"
-        if claimed is None and having:
-            why = f"as operand {having[0][0]} lies"
-        said.setdefault(why, []).append(name)
-    return "; ".join(f"{', '.join(names)} {why}" for why, names in said.items()) or "nothing splits its operands"
-
-
-def sums_early(sources: Sequence[int], eqn: Eqn, signal: Signal | None) -> tuple[list[bool], int]:
+def sums_early(eqn: Eqn, operands: Sequence[Lying]) -> tuple[list[bool], int]:
     """Return for each result of what is put off whether its operands begin to vary, not it, and of how many numbers it is."""
-    is_stored = signal is not None and bool(signal.store)
+    sources = [each.made_of if each.is_put_off else math.prod(each.shape) for each in operands if each.shape]
+    claim = claim_of(operands)
+    is_stored = claim is not None and bool(claim.store)
     sizes = [math.prod(variable.aval.shape) for variable in eqn.outvars]
     return [is_stored or len(sources) < 2 or size > sum(sources) for size in sizes], sum(sources)
 

@@ -18,8 +18,9 @@ from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape
 from jshard.layers.partition.part import Part, moving_as
 from jshard.layers.partition.plan import Step, key_of
 from jshard.layers.partition.planner import Planned, Planner, PlanRule, known
+from jshard.layers.partition.prefetch import is_smooth
 from jshard.layers.partition.run import Rule, Run, shape_of
-from jshard.layers.partition.value import Value
+from jshard.layers.partition.value import Value, claim_of
 from jshard.layouts.axes import Factors
 from jshard.layouts.primitives import FIXED, KEPT, LOOKUP
 from jshard.layouts.redistribution import Axes
@@ -28,15 +29,6 @@ from jshard.programs.provenance import scope, source_of
 from jshard.signals.signal import Signal
 
 T = TypeVar("T", Part, Value)
-
-
-def claim_of(each: Sequence[Part] | Sequence[Value]) -> Signal | None:
-    """Return the claim of the first operand that is a claimed parameter."""
-    return next((one.signal for one in each if one.signal is not None), None)
-
-
-def is_smooth(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def settle(values: list[Value], found: Factors, eqn: Eqn) -> None:

@@ -23,7 +23,7 @@ from jshard.layers.partition.local_sizes import Choice, axes_of, localized
 from jshard.layers.partition.part import Moving, Names, Part, vary
 from jshard.layers.partition.plan import AT_REST, CALL, DONE, PUT_OFF, WHOLE, Plan, Step, key_of
 from jshard.layers.partition.planner import CASTS, Planner, PlanRule, known, sums_early, whole
-from jshard.layers.partition.value import Value
+from jshard.layers.partition.value import Value, claim_of
 from jshard.layouts.axes import Factors
 from jshard.layouts.primitives import FIXED, KEPT, LOOKUP, unknown_parameters
 from jshard.layouts.redistribution import Axes, Move
@@ -127,9 +127,7 @@ class Run:
 
     def later(self, eqn: Eqn, parts: Sequence[Part], step: Step) -> list[Part]:
         """Put an operation off: it is done where a result of it is needed, as that needs it split."""
-        found, signal = known(eqn), next((part.signal for part in parts if part.signal is not None), None)
-        sources = [part.made_of if part.make else math.prod(part.shape) for part in parts if part.shape]
-        early, count = sums_early(sources, eqn, signal)
+        found, signal, (early, count) = known(eqn), claim_of(parts), sums_early(eqn, parts)
 
         def result(number: int) -> Part:
             shape = tuple(eqn.outvars[number].aval.shape)

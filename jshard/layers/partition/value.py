@@ -53,6 +53,7 @@ class Lying:
     dtype: Any
     signal: Signal | None
     rest: Axes | None
+    made_of: int
     uncast: Any  # these three hold arrays of the same class
     casts: dict[Any, Any]
     within: list[Any]
@@ -134,6 +135,11 @@ class Lying:
 
 
 L = TypeVar("L", bound=Lying)
+
+
+def claim_of(operands: Iterable[Lying]) -> Signal | None:
+    """Return the claim of the first operand that is a claimed parameter."""
+    return next((each.signal for each in operands if each.signal is not None), None)
 
 
 def need_before(each: Iterable[L], need: Callable[[L, Axes, Names], object]) -> None:
