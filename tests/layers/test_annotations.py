@@ -23,6 +23,13 @@ CLAIMS = {
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 
 
+@pytest.fixture(autouse=True)
+def flax_own_setting():
+    """Tunix switches this off for the whole process, where a test before has imported it."""
+    with nnx.use_eager_sharding(True):
+        yield
+
+
 def annotated(init, *names):
     return nnx.with_partitioning(init, names)
 
