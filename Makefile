@@ -41,7 +41,7 @@ test: $(VENV)/.test-$(STAMP)  ## the test suite, but for the slow quarter
 slow: $(VENV)/.test-$(STAMP)  ## the slow tests: whole runs, processes, pages, further cases of what takes long
 	@$(PYTEST) -n 3 --dist worksteal -m slow $(PYTEST_ARGS)
 
-all:  ## all tests, where libtpu, NVIDIA's compiler, grain, Pillow and TensorBoard are installed
+all:  ## all tests, where libtpu, NVIDIA's compiler, grain and TensorBoard are installed
 	@$(MAKE) VENV=$(VENV)-extras tests-with-extras
 
 tests-with-extras: $(VENV)/.extras-$(STAMP)

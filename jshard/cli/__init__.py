@@ -113,9 +113,7 @@ def _parser() -> tuple[Parser, Collection[str]]:
     command("explain", "list every collective of a training step and what it holds in memory, and run none")
     command("plan", "compile a training step for devices that are not here, and say what they would do")
     command("trace", "capture what the devices do in a few steps, of an experiment or of a run that goes on")
-    command(
-        "timeline", "draw a capture as an HTML page, and as a PNG: a lane for each device, a bar for each operation"
-    )
+    command("timeline", "draw a capture as an HTML page: a lane for each device, a bar for each operation")
     command("top", "show how the processes of a run stand, as it goes on or after it", configured=False)
     command("report", "write one HTML page on where everything lies and what a step costs")
     command("diff", "compare two configurations, or one at two commits, collective by collective")

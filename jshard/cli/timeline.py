@@ -1,4 +1,4 @@
-"""`jshard timeline`: a capture as an HTML page, a picture, or lines of JSON."""
+"""`jshard timeline`: a capture as an HTML page or lines of JSON."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ FILE = "timeline.html"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "jshard timeline [-h] RUN [-o timeline.html] [--png timeline.png] [--step N] [--json]"
+    parser.usage = "jshard timeline [-h] RUN [-o timeline.html] [--step N] [--json]"
     parser.set_defaults(needs=("the folder of a run", "runs/digits"))
     parser.epilog = "RUN is the folder of a run, or any that JAX's profiler wrote into."
-    parser.add_argument(
-        "-o", "--output", metavar=FILE, help=f"the page to write; {FILE} unless --png or --json is given"
-    )
-    parser.add_argument("--png", metavar="timeline.png", help="the same as a picture; needs Pillow")
+    parser.add_argument("-o", "--output", metavar=FILE, help=f"the page to write; {FILE} unless --json is given")
     parser.add_argument("--step", type=int, metavar="N", help="only this step")
     parser.add_argument("--json", action="store_true", help="print each event as a line of JSON")
 
@@ -34,8 +31,6 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.json:
         for line in drawn.json_lines():
             print(line)
-    if chosen.output or not (chosen.png or chosen.json):
+    if chosen.output or not chosen.json:
         show(f"{drawn}: {drawn.save(chosen.output or FILE)}")
-    if chosen.png:
-        show(f"{drawn}: {drawn.save_png(chosen.png)}")
     return 0

@@ -56,7 +56,7 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """What a page or a picture of a capture shows. `notes` are sentences about how to read it."""
+    """What a page of a capture shows. `notes` are sentences about how to read it."""
 
     title: str
     about: tuple[str, ...]

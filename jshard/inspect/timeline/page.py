@@ -131,7 +131,7 @@ def _picture(drawn: Drawing) -> Markup:
         element("div", id="tip", class_="tip", hidden=True),
         element(
             "noscript",
-            element("p", "The bars are drawn by a script, and this browser runs none: see jshard timeline --png."),
+            element("p", "The bars are drawn by a script, and this browser runs none: see jshard timeline --json."),
         ),
         element(
             "figcaption",

@@ -15,7 +15,6 @@ from jshard.inspect.timeline.capture import Capture, captures
 from jshard.inspect.timeline.event import Event
 from jshard.inspect.timeline.lanes import Drawing, TimedEvent, Window, lane, rows
 from jshard.inspect.timeline.page import page
-from jshard.inspect.timeline.picture import drawn
 from jshard.inspect.timeline.words import steps_in_words
 from jshard.printing.pages.shell import framed, write
 from jshard.printing.pages.words import times
@@ -25,7 +24,7 @@ SCHEMA = "jshard.timeline/1"
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Timeline(Drawing):
-    """Every event of a capture as a bar, as a page, a picture or JSON."""
+    """Every event of a capture as a bar, as a page or JSON."""
 
     def html(self) -> str:
         return page(self)
@@ -33,10 +32,6 @@ class Timeline(Drawing):
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page to one HTML file, which needs nothing else."""
         return write(Path(path), self.html().encode(), "the timeline", "-o timeline.html")
-
-    def save_png(self, path: str | os.PathLike[str]) -> Path:
-        """Write the picture; needs Pillow."""
-        return write(Path(path), drawn(self), "the timeline", "--png timeline.png")
 
     def json_lines(self) -> Iterator[str]:
         """Write each event as one document, the schema in the first line."""

@@ -1,20 +1,17 @@
-"""The timeline: every event of a capture is a bar of the page and of the picture, in the lane of its device, with what
+"""The timeline: every event of a capture is a bar of the page, in the lane of its device, with what
 it is and who asked for it; captures of devices that are not here are written by hand."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from jshard.cli import main
-from jshard.errors import JShardError
 from jshard.inspect.ledger.entries import Staged
 from jshard.inspect.timeline import timeline
 from jshard.inspect.timeline.capture import captures
@@ -322,20 +319,6 @@ def test_page_tells_sums_and_the_longest_operations(tmp_path):
     assert "|psum.2|all-reduce|forward|down|–|4|180 ns|135 ns|540 ns|54.0 %|" in words
 
 
-def test_picture_has_a_bar_for_every_event(tmp_path, extra):
-    image_module = extra("PIL.Image")
-    from jshard.inspect.timeline.picture import AXIS, COLOURS, HEAD, ROW, drawn
-
-    image = image_module.open(io.BytesIO(drawn(many(40, name="a")))).convert("RGB")
-    colours = {tuple(bytes.fromhex(colour[1:])) for colour in COLOURS.values()} - {(255, 255, 255)}
-    found = 0
-    for lane_ in (0, 1):
-        y = HEAD + AXIS + lane_ * (ROW + 16) + ROW - 8  # below the words
-        line = [image.getpixel((x, y)) in colours for x in range(image.width)]
-        found += sum(now and not before for before, now in zip([False, *line], line, strict=False))
-    assert found == 80
-
-
 def test_span_and_rows():
     assert [span(ns) for ns in (0, 412.4, 999.6, 1234, 45_600, 9_996_000, 3e9)] == [
         "0 ns", "412 ns", "1.00 µs", "1.23 µs", "45.6 µs", "10.0 ms", "3.00 s",
@@ -369,7 +352,7 @@ def test_timeline_command_writes_the_page_and_prints_events(tmp_path, capsys):
     )
 
 
-def test_timeline_mistakes_are_one_sentence_each(tmp_path, capsys, monkeypatch):
+def test_timeline_mistakes_are_one_sentence_each(tmp_path, capsys):
     run, empty, cut, idle = four(tmp_path / "run"), tmp_path / "empty", tmp_path / "cut", tmp_path / "idle"
     empty.mkdir()
     file = next(write(cut, PROGRAM, cpu(ran("dot.1", 0, 5))).rglob("*.pb"))
@@ -392,19 +375,6 @@ def test_timeline_mistakes_are_one_sentence_each(tmp_path, capsys, monkeypatch):
     }  # fmt: skip
     for words, sentence in told.items():
         assert typed(capsys, *words) == (2, sentence)
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    assert typed(capsys, run, "--png", tmp_path / "x.png") == (
-        2, "a PNG is drawn by Pillow, which is not installed; type: pip install 'jshard[timeline]'",
-    )  # fmt: skip
-
-
-def test_picture_of_too_many_devices_is_a_mistake():
-    few = many(2)
-    with pytest.raises(JShardError) as told:
-        Timeline("x", (), few.lanes * 400, (), (), 1.0, ()).save_png("x.png")
-    assert str(told.value) == (
-        "800 devices are too many for one PNG, which would be 40,228 pixels high; draw the page by -o timeline.html"
-    )
 
 
 # -- in a browser --
