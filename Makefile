@@ -67,7 +67,7 @@ fuzz-programs: $(VENV)/.test-$(STAMP)  ## random programs, layouts and meshes ag
 verify-random: $(VENV)/.test-$(STAMP)  ## 200 random programs, and 200 of random layers, each of which has to verify
 	@JSHARD_VERIFY_EXAMPLES=200 $(PYTEST) tests/inspect/verify/test_verify_random.py --timeout 7200
 
-kernel-product: $(VENV)/.test-$(STAMP)  ## all_reduce by three algorithms on 5 groups, 5 shapes and 4 dtypes: all 300
+kernel-product: $(VENV)/.test-$(STAMP)  ## all_reduce by two kernels on 5 groups, 5 shapes and 4 dtypes: all 200
 	@JSHARD_KERNEL_PRODUCT=1 $(PYTEST) tests/kernels/test_all_reduce.py -n 2 -k product
 
 bench: $(VENV)/.test-$(STAMP)  ## training steps against hand-written shard_map, and what an import costs

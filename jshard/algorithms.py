@@ -1,7 +1,7 @@
 """The algorithms of each op that a signal or a caller may name."""
 
 ALGORITHMS = {
-    "all_reduce": ("auto", "hierarchical", "in_order", "one_shot", "permute", "two_shot", "ring", "torus", "xla"),
+    "all_reduce": ("auto", "hierarchical", "in_order", "one_shot", "permute", "ring", "torus", "xla"),
     "reduce_scatter": ("auto", "in_order", "permute", "ring", "xla"),
     "all_gather": ("auto", "in_order", "permute", "ring", "torus", "xla"),
     "matmul": ("auto", "pallas", "xla"),

@@ -21,7 +21,7 @@ from jshard.kernels.select_algorithm import adds_in_order, resolve_algorithm, vm
 from jshard.kernels.tiles import pack, unpack
 from jshard.kernels.vmap import call_batched
 
-Algorithm = Literal["auto", "hierarchical", "in_order", "one_shot", "permute", "two_shot", "ring", "torus", "xla"]
+Algorithm = Literal["auto", "hierarchical", "in_order", "one_shot", "permute", "ring", "torus", "xla"]
 
 
 def all_reduce(
@@ -132,8 +132,6 @@ def _kernel(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
     group = Group.of(mesh_axes)
     if algorithm == "one_shot":
         return unpack(tpu.one_shot(pack(x, 1)[0], group, x), x.shape)
-    if algorithm == "two_shot":
-        return _in_pieces(x, lambda piece: tpu.two_shot(pack(piece, group.size), group, piece), 3 * x.dtype.itemsize)
     return _in_pieces(x, lambda piece: _ring(piece, group), 2 * x.dtype.itemsize + 4)
 
 

@@ -319,7 +319,7 @@ def _refusal(
             return (
                 f"{x.size * x.dtype.itemsize:,} bytes from each of {group} devices need {need:,} bytes of VMEM, and "
                 f"there are {budget:,}",
-                'use algorithm="two_shot" or "ring"',
+                'use algorithm="ring"',
             )
     return None if unsupported is None else unsupported()
 

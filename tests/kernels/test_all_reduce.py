@@ -179,28 +179,15 @@ class TestOneShot(Kernel):
         self.check_value(mesh, case)
 
 
-class TestTwoShot(Kernel):
-    algorithm = "two_shot"
-    gradient_mesh = {"d": 2, "t": 4}, ("t",)
-
-    @parametrize(CASES, 1, 4, 6)
-    def test_sum_is_exact_and_the_same_everywhere(self, mesh, case):
-        self.check_value(mesh, case)
-
-    @product(1)
-    def test_sum_is_exact_over_the_product(self, mesh, case):
-        self.check_value(mesh, case)
-
-
 class TestRing(Kernel):
     algorithm = "ring"
     gradient_mesh = {"d": 2, "t": 4}, ("t",)
 
-    @parametrize(CASES, 0, 4, 5, 7)
+    @parametrize(CASES, 0, 1, 4, 6)
     def test_sum_is_exact_and_the_same_everywhere(self, mesh, case):
         self.check_value(mesh, case)
 
-    @product(2)
+    @product(1)
     def test_sum_is_exact_over_the_product(self, mesh, case):
         self.check_value(mesh, case)
 
@@ -286,7 +273,7 @@ def test_hundred_calls_back_to_back_read_nothing_stale(mesh, interpreted):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "ring"])
 def test_batch_of_vmap_is_summed_at_once(mesh, interpreted, algorithm):
     def body(x):
         return jax.vmap(lambda row: kernels.all_reduce(row, "t", algorithm=algorithm), in_axes=1)(x[0])
@@ -337,7 +324,6 @@ def test_equal_calls_share_one_trace(mesh, interpreted):
     ("algorithm", "wire"),
     [
         ("one_shot", 3 * 8 * 128 * 4),  # one padded tile to each of three
-        ("two_shot", 2 * 3 * 8 * 128 * 4),  # a tile for each part
         ("ring", 2 * 3 * 2 * 8 * 128 * 4),  # a tile for each part and direction
     ],
 )

@@ -22,7 +22,6 @@ MESH = {"d": 2, "t": 2}
 CASES = {
     "one_shot": ({"row": "d", "reduction": "t"}, {"all_reduce": "one_shot"}, 2, ["all_reduce one_shot"]),
     "remat": ({"reduction": "t", "remat": True}, {"all_reduce": "one_shot"}, 2, ["all_reduce one_shot"]),
-    "two_shot": ({"reduction": "t"}, {"all_reduce": "two_shot"}, 2, ["all_reduce two_shot"]),
     "ring": ({"reduction": "t", "column": "d"}, {"all_reduce": "ring"}, 2, ["all_reduce ring"]),
     "torus": (
         {"reduction": ["d", "t"]}, {"all_reduce": "torus"}, 2,

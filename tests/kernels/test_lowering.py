@@ -51,7 +51,6 @@ def remat_in_scan(x):
 
 KERNELS = {
     "one_shot": (lambda x: kernels.all_reduce(x, "t", algorithm="one_shot"), 1),
-    "two_shot": (lambda x: kernels.all_reduce(x, "t", algorithm="two_shot"), 1),
     "ring": (lambda x: kernels.all_reduce(x, "t", algorithm="ring"), 1),
     "reduce_scatter": (lambda x: kernels.reduce_scatter(x, "t", algorithm="ring"), 1),
     "all_gather": (lambda x: kernels.all_gather(x, "t", algorithm="ring"), 1),
@@ -78,7 +77,7 @@ def test_kernel_lowers_for_an_absent_chip(name, chip):
 
 @pytest.mark.parametrize("dtype", ["int32", "int8"])
 def test_integers_lower(dtype):
-    for name in ("one_shot", "two_shot", "ring", "reduce_scatter", "all_gather"):
+    for name in ("one_shot", "ring", "reduce_scatter", "all_gather"):
         assert "tpu_custom_call" in lowered(KERNELS[name][0], (8 * 8, 77), dtype, {"t": 8})
 
 

@@ -46,8 +46,8 @@ def test_bench_times_xla_only_where_kernels_could_but_be_interpreted(capsys, tmp
 def test_interpreted_kernels_are_never_timed():
     assert measure.algorithms_at_hand("all_reduce", 8, "cpu") == ["permute", "xla"]
     assert measure.algorithms_at_hand("all_gather", 8, "cpu") == ["permute", "xla"]
-    assert measure.algorithms_at_hand("all_reduce", 8, "tpu") == ["one_shot", "permute", "two_shot", "ring", "xla"]
-    assert measure.algorithms_at_hand("all_reduce", 128, "tpu") == ["one_shot", "permute", "two_shot", "xla"]
+    assert measure.algorithms_at_hand("all_reduce", 8, "tpu") == ["one_shot", "permute", "ring", "xla"]
+    assert measure.algorithms_at_hand("all_reduce", 128, "tpu") == ["one_shot", "permute", "xla"]
 
 
 @pytest.mark.seconds

@@ -217,14 +217,14 @@ def test_forced_choice_that_can_not_run_says_why(mesh):
     )
     assert refused(mesh, by("one_shot"), shape=(8, 4 << 20)) == (
         'all_reduce can\'t run by "one_shot": 16,777,216 bytes from each of 8 devices need 167,772,160 bytes of VMEM, '
-        'and there are 12,582,912; use algorithm="two_shot" or "ring"'
+        'and there are 12,582,912; use algorithm="ring"'
     )
     assert refused(mesh, by("ring", op="max")) == (
         'all_reduce can\'t run by "ring": a kernel adds, and takes no max; use algorithm="auto"'
     )
     assert refused(mesh, by("rign")) == 'all_reduce has no algorithm "rign"; did you mean "ring"?'
     assert refused(mesh, by("nccl")) == (
-        'all_reduce has no algorithm "nccl"; use one of "auto", "hierarchical", "in_order", "one_shot", "permute", "two_shot", "ring", "torus", "xla"'
+        'all_reduce has no algorithm "nccl"; use one of "auto", "hierarchical", "in_order", "one_shot", "permute", "ring", "torus", "xla"'
     )
 
 

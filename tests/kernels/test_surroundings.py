@@ -18,7 +18,6 @@ from tests.support import compiled_before
 # x[8, 8] on each device, and so the result but for the products, which have as many columns as rows of x
 OPS = {
     "one_shot": lambda x, algorithm: kernels.all_reduce(x, "t", algorithm=algorithm or "one_shot"),
-    "two_shot": lambda x, algorithm: kernels.all_reduce(x, "t", algorithm=algorithm or "two_shot"),
     "ring": lambda x, algorithm: kernels.all_reduce(x, "t", algorithm=algorithm or "ring"),
     "reduce_scatter": lambda x, algorithm: kernels.reduce_scatter(x, "t", algorithm=algorithm or "ring"),
     "all_gather": lambda x, algorithm: kernels.all_gather(x, "t", algorithm=algorithm or "ring"),
@@ -28,7 +27,7 @@ OPS = {
         x, x.T, "t", algorithm=algorithm or "fused"
     ),
 }
-NAMES = {"one_shot": "all_reduce", "two_shot": "all_reduce", "ring": "all_reduce"}
+NAMES = {"one_shot": "all_reduce", "ring": "all_reduce"}
 
 
 def numbers(n, dtype=np.float32):

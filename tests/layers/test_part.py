@@ -141,11 +141,7 @@ AHEAD = {  # what is said, and the mesh; what is asked for: of how many devices,
         set(), {"scan psum": 1, "psum": 2},
     ),
     "of what is whole, where a kernel of sums is said": (
-        {"row": "data", "store": {"prefetch": True}, "kernel": {"all_reduce": "two_shot"}}, SIZES,
-        set(), {"scan psum": 1, "psum": 2},
-    ),
-    "of what is whole, where another kernel of sums is said": (
-        {"row": "data", "store": {"prefetch": True}, "kernel": {"all_reduce": "one_shot"}}, SIZES,
+        {"row": "data", "store": {"prefetch": True}, "kernel": {"all_reduce": "ring"}}, SIZES,
         set(), {"scan psum": 1, "psum": 2},
     ),
     "of what is whole, in order": (

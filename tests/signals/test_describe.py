@@ -40,7 +40,7 @@ WORDS = [
     ({"stage": "0..5: 0, 6..7: 1"}, ["replicated", "layers on stages (0..5: 0, 6..7: 1)"]),
     ({"stage": "1"}, ["replicated", "on stage 1 of the pipeline"]),
     ({"compile": True}, ["replicated", "each layer compiled as one program, its backward as another"]),
-    ({"kernel": (("matmul", "ring"), ("all_reduce", "two_shot"))}, ["replicated", "kernels: matmul ring, all_reduce two_shot"]),
+    ({"kernel": (("matmul", "ring"), ("all_reduce", "one_shot"))}, ["replicated", "kernels: matmul ring, all_reduce one_shot"]),
     ({"match": ("a/*", OTHERS, "*")}, ["replicated", "claims a/*, all other parameters, *"]),
     ({"expect": (("bytes", 64), ("all_reduce", 2), ("permute", 3))},
      ["replicated", "at most 64 bytes on the wire", "2 all_reduce expected", "3 permute expected"]),

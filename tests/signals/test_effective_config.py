@@ -18,7 +18,7 @@ a:
   store: {optimizer: [data, pipe]}
   remat: true
   dtype: {compute: bfloat16}
-  kernel: {matmul: xla, all_reduce: two_shot}
+  kernel: {matmul: xla, all_reduce: one_shot}
   expect:
     psum: 1
     all_gather: 2
@@ -47,7 +47,7 @@ def test_every_key_that_says_something_is_a_line(tmp_path, monkeypatch):
         ("f.yaml:10", "a.store.optimizer", "data, pipe"),
         ("f.yaml:12", "a.dtype.compute", "bfloat16"),
         ("f.yaml:11", "a.remat", "full"),
-        ("f.yaml:13", "a.kernel.all_reduce", "two_shot"),
+        ("f.yaml:13", "a.kernel.all_reduce", "one_shot"),
         ("f.yaml:13", "a.kernel.matmul", "xla"),
         ("f.yaml:16", "a.expect.all_gather", "2"),
         ("f.yaml:15", "a.expect.all_reduce", "1"),

@@ -1,4 +1,4 @@
-"""All-reduce on TPUs by three algorithms; docs/kernels.md says what each sends and when it wins.
+"""All-reduce on TPUs by two algorithms; docs/kernels.md says what each sends and when it wins.
 
 Everything is in VMEM, in tiles (`jshard.kernels.tiles`). Sums are taken in float32 (integers: int32) and rounded once.
 """
@@ -58,31 +58,6 @@ def _sum(slots: Ref, rows: object, y_ref: Ref, n: int) -> None:
         return total + slots[rank, rows, :].astype(total.dtype)
 
     y_ref[rows, :] = lax.fori_loop(1, n, add, first).astype(y_ref.dtype)
-
-
-def two_shot(x: Array, group: Group, payload: object) -> Array:
-    """Sum `x[n, rows, 128]`: device r gets part r of everyone, adds in rank order and sends the sum to all."""
-    n, size = group.size, x.size * x.dtype.itemsize
-    cost = KernelCost("all_reduce", "two_shot", payload, wire=2 * (size // n) * (n - 1), vmem=3 * size)
-    # Two pairs of semaphores: a second-shot copy of a device that is ahead must not count as a first-shot one.
-    scratch = [pltpu.VMEM(x.shape, x.dtype), Semaphores(DMA, DMA), Semaphores(DMA, DMA)]
-    return launch_once(_two_shot, x, _sum_of(x, group), group, cost, scratch, partners="everyone")
-
-
-def _two_shot(group: Group, rank: Index, x_ref, y_ref, slots, scatter_sems, gather_sems) -> None:
-    slots[rank] = x_ref[rank]  # one's own takes its turn in the sum
-
-    def scatter(by: Index) -> Any:
-        peer = group.shift(rank, by)
-        return dma.remote_copy(x_ref.at[peer], slots.at[rank], scatter_sems, group.device_id(peer))
-
-    def gather(by: Index) -> Any:
-        mine = y_ref.at[rank]  # the sum has the same place on all devices
-        return dma.remote_copy(mine, mine, gather_sems, group.device_id(group.shift(rank, by)))
-
-    dma.copy_to_everyone(group, scatter)
-    dma.in_blocks(x_ref.shape[1], lambda rows: _sum(slots, rows, y_ref.at[rank], group.size))
-    dma.copy_to_everyone(group, gather)
 
 
 def bidirectional_ring(x: Array, group: Group, payload: object) -> Array:
