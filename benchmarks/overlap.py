@@ -1,13 +1,10 @@
 """What waits for the wire in a two-layer MLP split by sequence, on chips that are not there: jit with NamedShardings, jshard's
-layers, and these by fused kernels, which are for TPUs, and by permutes. Needs the compiler of the topology
-(`pip install "jshard[tpu]"`, or `"jshard[plan]"` for GPUs).
+layers, and these by permutes. Needs the compiler of the topology (`pip install "jshard[tpu]"`, or `"jshard[plan]"` for GPUs).
 
     python -m benchmarks.overlap [--topology v5e:4x4] [--tensor 4] [--features 4096] [--hidden 32768] [--tokens 65536]
 
 Of XLA's collectives that is hidden which travels while the device works, by a walk through the compiled schedule
-(docs/design/0019-schedule.md). Of a fused kernel that is which its own products are long enough to hide: it declares from
-where a hop begins to where it waits for it, and both take the time that the chip's table gives them
-(jshard/kernels/kernel_traffic.py). Every byte that is left is "not hidden".
+(docs/design/0019-schedule.md). Every byte that is left is "not hidden".
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ from jshard.inspect.plan.planning import mesh_on, moved_to
 from jshard.printing.units import size
 from jshard.signals.active_config import configuration, unload
 
-PARTITIONER, LAYERS, FUSED = "jit with NamedShardings", "jshard's layers", "by fused kernels"
-PERMUTES = "by permutes"
+PARTITIONER, LAYERS, PERMUTES = "jit with NamedShardings", "jshard's layers", "by permutes"
 WAITS = "wait"
 LENGTH = 2048
 
@@ -70,13 +66,9 @@ def plans(topology: str, *, tensor: int, features: int, hidden: int, tokens: int
         found[PARTITIONER] = by_partitioner()
     with on(topology, {"mesh": mesh}, up=up, down=down):
         found[LAYERS] = by_layers()
-    ways = {FUSED: "fused", PERMUTES: "permute"}
-    if Topology.of(topology).chip.platform != "tpu":
-        del ways[FUSED]
-    for name, how in ways.items():
-        gather, scatter = {"kernel": {"all_gather_matmul": how}}, {"kernel": {"matmul_reduce_scatter": how}}
-        with on(topology, {"mesh": mesh}, up=up | gather, down=down | scatter):
-            found[name] = by_layers()
+    gather, scatter = {"kernel": {"all_gather_matmul": "permute"}}, {"kernel": {"matmul_reduce_scatter": "permute"}}
+    with on(topology, {"mesh": mesh}, up=up | gather, down=down | scatter):
+        found[PERMUTES] = by_layers()
     return found
 
 
@@ -115,11 +107,6 @@ def wire(made: Plan, mesh_axis: str) -> tuple[int, int]:
     return sum(row.wire_got for row in rows), sum(row.wire_got - row.hidden for row in rows)
 
 
-def share(found: dict[str, Plan], name: str = FUSED) -> float:
-    """What waits for the wire of `sequence` by one of the ways, of what waits in the partitioner's program."""
-    return wire(found[name], "tensor")[1] / wire(found[PARTITIONER], "tensor")[1]
-
-
 def table(found: dict[str, Plan]) -> str:
     waits = "not hidden"
     lines = [
@@ -155,11 +142,9 @@ def main(arguments: list[str] | None = None) -> None:
     print(
         "bound: the longer of that wire and of the least work; over data go the gradients of weights, over tensor the sequence"
     )
-    for name in (FUSED, PERMUTES):
-        if name in found:  # of fused kernels there are none on GPUs
-            ours, theirs = wire(found[name], "tensor")[1], wire(partitioned, "tensor")[1]
-            rest = f"{size(ours)} not hidden {name}, {size(theirs)} in the partitioner's program"
-            print(f"over tensor: {rest}: {100 * share(found, name):.0f} %")
+    ours, theirs = (wire(found[name], "tensor")[1] for name in (PERMUTES, PARTITIONER))
+    rest = f"{size(ours)} not hidden by permutes, {size(theirs)} in the partitioner's program"
+    print(f"over tensor: {rest}: {100 * ours / theirs:.0f} %")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,6 @@ ALGORITHMS = {
     "reduce_scatter": ("auto", "in_order", "permute", "ring", "xla"),
     "all_gather": ("auto", "in_order", "permute", "ring", "torus", "xla"),
     "matmul": ("auto", "pallas", "xla"),
-    "all_gather_matmul": ("auto", "fused", "permute", "xla"),
-    "matmul_reduce_scatter": ("auto", "fused", "permute", "xla"),
+    "all_gather_matmul": ("auto", "permute", "xla"),
+    "matmul_reduce_scatter": ("auto", "permute", "xla"),
 }

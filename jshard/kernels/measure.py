@@ -21,8 +21,8 @@ from jshard.errors import JShardError, did_you_mean
 from jshard.kernels import product_times
 from jshard.kernels.all_reduction import all_reduce
 from jshard.kernels.chip import chip_called, interpret
+from jshard.kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.collectives import COLLECTIVES, pvary
-from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.local_matmul import matmul
 from jshard.kernels.product_times import Timing
@@ -37,7 +37,7 @@ def algorithms_at_hand(op: str, group: int, platform: str) -> list[str]:
     words = [word for word in ALGORITHMS[op] if word not in ("auto", "in_order", "torus", "hierarchical")]
     if platform != "tpu":
         return [word for word in words if word in NO_KERNELS]
-    return [word for word in words if word == "xla" or word not in ("ring", "fused") or group <= LONGEST_RING]
+    return [word for word in words if word == "xla" or word != "ring" or group <= LONGEST_RING]
 
 
 def measure(

@@ -20,7 +20,7 @@ from jax.sharding import ManualAxisType
 from jshard.kernels.chip import interpretation, present_chip
 from jshard.kernels.collectives import pvary
 from jshard.kernels.invariant_cast import invariant_cast_p
-from jshard.kernels.kernel_traffic import Schedule, declare
+from jshard.kernels.kernel_traffic import declare
 from jshard.kernels.tpu import dma
 from jshard.kernels.tpu.dma import SMEM, VMEM, Group
 
@@ -30,14 +30,13 @@ class KernelCost:
     """What a kernel moves and computes; neither XLA nor the ledger can see into it.
 
     `payload` has the shape and dtype of the array that the table of collectives counts. `wire` is the bytes that each device
-    sends, padding included; `schedule` what it computes meanwhile; `vmem` the bytes of VMEM that it needs.
+    sends, padding included; `vmem` the bytes of VMEM that it needs.
     """
 
     op: str
     algorithm: str
     payload: Any = None
     wire: int = 0
-    schedule: Schedule | None = None
     flops: int = 0
     vmem: int = 0
 
@@ -102,9 +101,7 @@ def launch(
         name=f"{cost.op}_{cost.algorithm}",
         metadata=None
         if group is None
-        else declare(
-            cost.op, group.mesh_axes, cost.payload, algorithm=cost.algorithm, wire=cost.wire, schedule=cost.schedule
-        ),
+        else declare(cost.op, group.mesh_axes, cost.payload, algorithm=cost.algorithm, wire=cost.wire),
     )
     if mode is None:
         return tuple(call(*operands))

@@ -69,7 +69,7 @@ class Rule:
 
 _HOPPER = "docs/measurements/kernels.md: one H200"
 _UNMEASURED = "docs/measurements/kernels.md: not measured on a TPU"
-_WIRE = "python -m benchmarks.overlap, compiled for an absent v5e:4x4: 384 MiB wait for the wire by XLA, none in the kernels"
+_WIRE = "docs/speed.md: python -m benchmarks.overlap, compiled for absent v5e, v5p, v6e"
 _TILES = "HLO compiled for an absent v5e:2x4, jax 0.10.2, libtpu 0.0.42.1: docs/design/0018-partition.md"
 _GATHERED = (
     "HLO compiled for 64 to 256 absent v5e, v5p, v6e, jax 0.10.2, libtpu 0.0.42.1: docs/design/0018-partition.md"
@@ -77,22 +77,10 @@ _GATHERED = (
 _SCATTERS = "docs/measurements/kernels.md: scatters compiled for absent v5e, v5p, v6e"
 _SUMS = "docs/speed.md: python -m benchmarks.fsdp --ways replicated,data,late, compiled for absent v5e, v5p, v6e"
 _PROCESSES = "docs/design/0015-processes.md: python -m benchmarks.processes"
-_MODEL = "jshard/hardware/chips.py: the maker's peak and link, as a plan counts them"
 
 
 def _xla(reason: str, source: str) -> Choice:
     return Choice("xla", reason, source)
-
-
-def _shows_more_than_xla(chip: Chip, shape: Sequence[int], dtype: jnp.dtype) -> bool:
-    """Return whether more bytes of a fused scatter wait for the wire than XLA's scatter sends at all.
-
-    The kernel sends 4 bytes a number, in float32, behind 2 * columns operations of its products; a hop goes over one link.
-    """
-    if not chip.link or not shape:
-        return False
-    hidden = (2 * shape[-1] / chip.peak(str(dtype))) / (4 * chip.devices / chip.link)
-    return 4 * (1 - min(1.0, hidden)) >= dtype.itemsize
 
 
 def _is_no_whole_tiles(chip: Chip, shape: Sequence[int], dtype: jnp.dtype) -> bool:
@@ -139,20 +127,11 @@ TABLE = (  # the first row that applies counts
     ),
     Rule("any", "gpu", _xla("no figure says that a kernel beats XLA's own, or NCCL's, on a GPU", "docs/kernels.md")),
     Rule(
-        "matmul_reduce_scatter",
-        "tpu",
-        _xla(
-            "its products are too short to hide sums in float32, which the kernel sends where XLA sends fewer bytes",
-            _MODEL,
-        ),
-        when=_shows_more_than_xla,
-    ),
-    Rule(
         "all_gather_matmul matmul_reduce_scatter",
         "tpu",
-        Choice("fused", "the wire runs under the product, which XLA does not do inside a shard_map", _WIRE),
-        2,
-        LONGEST_RING,
+        Choice("permute", "the wire runs under the product, which XLA does not do inside a shard_map", _WIRE),
+        most=LONGEST_RING,  # a product for each part: of a longer ring the program is long and each is small
+        when=lambda _, shape, dtype: math.prod(shape) * dtype.itemsize >= 64 * KiB,  # fewer only wait for neighbours
     ),
     Rule(
         "all_reduce",
@@ -308,7 +287,7 @@ def _refusal(
             f"{use_auto}, or a shard_map over every mesh axis",
         )
     longest = max((slices.size_along(name) for name in mesh_axes), default=1) if algorithm == "torus" else group
-    if algorithm in ("ring", "torus", "fused") and longest > LONGEST_RING:
+    if algorithm in ("ring", "torus") and longest > LONGEST_RING:
         several = 'use algorithm="torus" over several mesh axes' if op == "all_reduce" else 'use algorithm="xla"'
         return f"a ring of {longest} needs more semaphores than a TPU has, which is enough for {LONGEST_RING}", several
     if algorithm == "torus" and len(mesh_axes) < 2:

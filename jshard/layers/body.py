@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.kernels.all_reduction import all_reduce, pvary_summed
+from jshard.kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.collectives import check_vma_enabled, pvary
-from jshard.kernels.fused import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.local_matmul import matmul
 from jshard.kernels.select_algorithm import is_psum
@@ -103,7 +103,7 @@ class Body:
         return "output" if self.strategy.output == "scatter" else "sequence"
 
     def _product(self, x: jax.Array, w: jax.Array, preferred: Any) -> jax.Array:
-        """The product, and with a fused kernel the gather before it or the scatter after it."""
+        """The product, with the gather before it or the scatter after it where their wire runs under it."""
         s = self.strategy
         out = self.arithmetic.preferred_element_type if preferred is None else preferred
         if self._fuses_gather:

@@ -93,8 +93,6 @@ BODIES = {
     **{a: lambda x, a=a: kernels.all_reduce(x, "t", algorithm=a) for a in ("one_shot", "ring")},
     "reduce_scatter": lambda x: kernels.reduce_scatter(x, "t", algorithm="ring"),
     "all_gather": lambda x: kernels.all_gather(x, "t", algorithm="ring"),
-    "all_gather_matmul": lambda x: kernels.all_gather_matmul(x, x.T, "t", algorithm="fused"),
-    "matmul_reduce_scatter": lambda x: kernels.matmul_reduce_scatter(x, x.T, "t", algorithm="fused"),
 }
 
 

@@ -119,11 +119,6 @@ def test_epilogues_are_the_activations():
             'all_reduce can\'t run by "one_shot": its kernel drives a TPU, and this is h100; '
             'use algorithm="auto", or try it in kernels.interpret()',
         ),
-        (
-            lambda x: kernels.all_gather_matmul(x, x.T, "t", algorithm="fused"), "b200", "bfloat16",
-            'all_gather_matmul can\'t run by "fused": its kernel drives a TPU, and this is b200; '
-            'use algorithm="auto", or try it in kernels.interpret()',
-        ),
     ],
 )  # fmt: skip
 def test_what_a_gpu_can_not_run_is_told(body, chip, dtype, sentence):

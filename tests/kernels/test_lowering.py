@@ -55,10 +55,6 @@ KERNELS = {
     "reduce_scatter": (lambda x: kernels.reduce_scatter(x, "t", algorithm="ring"), 1),
     "all_gather": (lambda x: kernels.all_gather(x, "t", algorithm="ring"), 1),
     "matmul": (lambda x: kernels.matmul(x, x.T, bias=x[:, 0], activation="gelu", algorithm="pallas"), 1),
-    "all_gather_matmul": (differentiated(lambda x: kernels.all_gather_matmul(x, x.T, "t", algorithm="fused")), 2),
-    "matmul_reduce_scatter": (
-        differentiated(lambda x: kernels.matmul_reduce_scatter(x, x.T, "t", algorithm="fused")), 1,
-    ),
     "remat_in_scan": (differentiated(remat_in_scan), 1),
 }  # fmt: skip
 

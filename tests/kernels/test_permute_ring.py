@@ -155,6 +155,36 @@ def test_what_says_invariant_is(mesh):
     np.testing.assert_array_equal(pulled, 2 * np.asarray(x))
 
 
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_int8_is_multiplied_as_xla_does_into_int32(mesh, name):
+    here = mesh(t=2)
+    x = split(here, integers(8, 8, dtype="int8"))
+
+    def run(how, dtype):
+        def body(x):
+            more = {"out_dtype": jnp.int32} if how == "permute" else {}
+            return getattr(kernels, name)(x.astype(dtype), x.T.astype(dtype), "t", algorithm=how, **more)
+
+        return jax.jit(jax.shard_map(body, mesh=here, in_specs=P("t"), out_specs=P("t")))(x)
+
+    ours = run("permute", "int8")
+    assert ours.dtype == jnp.int32
+    np.testing.assert_array_equal(ours, run("xla", "int32"))
+
+
+def test_a_mesh_that_is_partly_the_partitioners_is_no_hindrance(mesh):
+    here, w = mesh(t=2, d=2, axis_types="auto"), integers(4, 4, by=3)
+    for name in ("all_gather_matmul", "matmul_reduce_scatter"):
+
+        def run(how, name=name):
+            body = lambda x: getattr(kernels, name)(x, w, "t", algorithm=how)
+            return jax.jit(jax.shard_map(body, mesh=here, in_specs=P("t"), out_specs=P("t"), axis_names={"t"}))(
+                integers(8, 4)
+            )
+
+        np.testing.assert_array_equal(run("permute"), run("xla"))
+
+
 def test_a_batch_of_weights_is_multiplied(mesh):
     here, w = mesh(t=2), integers(3, 4, 5, by=3)
     x = split(here, integers(2, 6, 4))

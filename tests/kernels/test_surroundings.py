@@ -15,17 +15,13 @@ from tests.kernels.conftest import clean
 from tests.kernels.test_gpu import lowered
 from tests.support import compiled_before
 
-# x[8, 8] on each device, and so the result but for the products, which have as many columns as rows of x
+# x[8, 8] on each device, and so the result, but matmul's, which has as many columns as rows of x
 OPS = {
     "one_shot": lambda x, algorithm: kernels.all_reduce(x, "t", algorithm=algorithm or "one_shot"),
     "ring": lambda x, algorithm: kernels.all_reduce(x, "t", algorithm=algorithm or "ring"),
     "reduce_scatter": lambda x, algorithm: kernels.reduce_scatter(x, "t", algorithm=algorithm or "ring"),
     "all_gather": lambda x, algorithm: kernels.all_gather(x, "t", algorithm=algorithm or "ring"),
     "matmul": lambda x, algorithm: kernels.matmul(x, x.T, algorithm=algorithm or "pallas"),
-    "all_gather_matmul": lambda x, algorithm: kernels.all_gather_matmul(x, x.T, "t", algorithm=algorithm or "fused"),
-    "matmul_reduce_scatter": lambda x, algorithm: kernels.matmul_reduce_scatter(
-        x, x.T, "t", algorithm=algorithm or "fused"
-    ),
 }
 NAMES = {"one_shot": "all_reduce", "ring": "all_reduce"}
 
@@ -102,16 +98,14 @@ def test_mesh_that_is_partly_the_partitioners_is_right_by_auto_and_refused_by_na
         return
     with pytest.raises(JShardError) as error, kernels.interpret():
         run(None)
-    word = name if name in NAMES else "fused" if "matmul" in name else "ring"
+    word = name if name in NAMES else "ring"
     assert str(error.value) == (
         f'{NAMES.get(name, name)} can\'t run by "{word}": mesh axis "d" is left to the partitioner, and a kernel reaches '
         'devices by all mesh axes; use algorithm="auto", or a shard_map over every mesh axis'
     )
 
 
-@pytest.mark.quick("matmul_reduce_scatter")
-@pytest.mark.parametrize("name", ["reduce_scatter", "matmul_reduce_scatter"])
-def test_bfloat16_is_summed_in_float32_and_rounded_once(mesh, interpreted, name):
+def test_bfloat16_is_summed_in_float32_and_rounded_once(mesh, interpreted):
     """One more at a time is lost beside 256 in bfloat16; three at once are not."""
     here = mesh(t=4)
     x = np.ones((4, 4, 16), np.float32)
@@ -119,28 +113,11 @@ def test_bfloat16_is_summed_in_float32_and_rounded_once(mesh, interpreted, name)
     x = jax.device_put(x.astype(jnp.bfloat16), jax.NamedSharding(here, P("t")))
 
     def body(x):
-        if name == "reduce_scatter":
-            return kernels.reduce_scatter(x[0], "t", algorithm="ring")
-        return kernels.matmul_reduce_scatter(x[0], jnp.eye(16, dtype=x.dtype), "t", algorithm="fused")
+        return kernels.reduce_scatter(x[0], "t", algorithm="ring")
 
     y = jax.jit(jax.shard_map(body, mesh=here, in_specs=P("t"), out_specs=P("t")))(x)
     np.testing.assert_array_equal(y, np.full((4, 16), jnp.bfloat16(259)))
     assert jnp.bfloat16(256) + jnp.bfloat16(1) == 256
-
-
-@pytest.mark.quick("all_gather_matmul")
-@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
-def test_int8_is_multiplied_as_xla_does_into_int32(mesh, interpreted, name):
-    def body(x, algorithm):
-        op = {"all_gather_matmul": kernels.all_gather_matmul, "matmul_reduce_scatter": kernels.matmul_reduce_scatter}
-        w = x.T.astype(jnp.int8)
-        if algorithm is None:
-            return op[name](x, w, "t", out_dtype=jnp.int32, algorithm="fused")
-        return OPS[name](x.astype(jnp.int32), "xla")
-
-    ours, theirs = both(mesh, body, dtype=np.int8)
-    assert ours.dtype == jnp.int32
-    np.testing.assert_array_equal(ours, theirs)
 
 
 def test_semaphore_that_is_left_over_fails_the_test_it_happens_in(capsys):

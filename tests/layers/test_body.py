@@ -53,7 +53,10 @@ def test_a_product_goes_with_its_gather_or_scatter_where_the_signal_names_how(ca
 def test_a_product_without_a_gather_or_scatter_is_that_of_its_own_kernel(words):
     with jshard.kernels.interpret():
         found = names(
-            {**words, "kernel": {"matmul": "pallas", "all_gather_matmul": "fused", "matmul_reduce_scatter": "fused"}}
+            {
+                **words,
+                "kernel": {"matmul": "pallas", "all_gather_matmul": "permute", "matmul_reduce_scatter": "permute"},
+            }
         )
     assert "pallas_call" in found and not found & {"ppermute", "all_gather", "reduce_scatter"}
 

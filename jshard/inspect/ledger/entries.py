@@ -8,7 +8,6 @@ from typing import Any, Self, TypeVar
 
 from jshard.errors import Location
 from jshard.kernels.collectives import COLLECTIVES
-from jshard.kernels.kernel_traffic import Schedule
 from jshard.printing.units import size
 from jshard.programs.provenance import Cause
 from jshard.schedules import Table, read
@@ -81,7 +80,6 @@ class Line(Caused):
     typed: bool = False  # the types of an explicit mesh ask for it
     kernel: str = ""  # the algorithm of a kernel that declares it
     declared: int | None = None  # bytes on the wire that such a kernel says of itself, once
-    schedule: Schedule | None = None  # what it computes meanwhile
     each: int | None = None  # the most that one device runs it, where `count` is of devices that differ: stages
     compiler: str = ""  # whose partitioner added it, for what stands in `primitive`: XLA for CPU
 

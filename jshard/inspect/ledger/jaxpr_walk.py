@@ -14,7 +14,7 @@ from jshard.inspect.ledger.entries import ChosenStrategy, Left, Line, Staged
 from jshard.inspect.ledger.explicit_sharding import typed_collectives
 from jshard.inspect.ledger.implicit_resharding import decided_by_compiler
 from jshard.kernels.collectives import COLLECTIVES
-from jshard.kernels.kernel_traffic import Schedule, collective_of, declared
+from jshard.kernels.kernel_traffic import collective_of, declared
 from jshard.layers.pipeline.ticks import slot_p
 from jshard.programs.jaxprs import CHECKPOINTS, Eqn, Jaxpr, bare, equations, inner
 from jshard.programs.provenance import Cause, often, said, source_of
@@ -183,9 +183,8 @@ def _kernel(eqn: Any, around: Around) -> Iterator[Line]:
         group = math.prod(around.sizes[mesh_axis] for mesh_axis in traffic["mesh_axes"])
         result = eqn.outvars[0].aval
         shape, dtype = traffic.get("shape", result.shape), jax.numpy.dtype(traffic.get("dtype", result.dtype))
-        under = Schedule(**traffic["schedule"]) if "schedule" in traffic else None
         line = _line(collective, eqn, around, traffic["mesh_axes"], group, shape, dtype, kernel=traffic["algorithm"])
-        yield dataclasses.replace(line, payload=traffic["payload"], declared=traffic["wire"], schedule=under)
+        yield dataclasses.replace(line, payload=traffic["payload"], declared=traffic["wire"])
     elif traffic is None and any(is_remote(each) for body in inner(eqn) for each in equations(body)):
         raise JShardError(
             f"kernel {name} ({source_of(eqn)}) sends to other devices and declares nothing, so its traffic can't be told",

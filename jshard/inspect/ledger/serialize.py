@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 from jshard.errors import Location
-from jshard.kernels.kernel_traffic import Schedule
 from jshard.programs.provenance import Cause
 
 
@@ -44,8 +43,6 @@ def entry_of(kind: Any, document: dict[str, Any]) -> Any:
     for name, value in fields.items():
         if name == "place":
             fields[name] = _place(value)
-        elif name == "schedule":
-            fields[name] = None if value is None else Schedule(**value)
         elif isinstance(value, list):
             fields[name] = tuple(value)
     return kind(**fields)

@@ -7,9 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
 from jshard.errors import Location
-from jshard.hardware.chips import CHIPS, Chip
 from jshard.inspect.compiled.collective import CompiledCollective, itemsize
-from jshard.inspect.ledger.entries import Line
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan.match import Ask, Pair, Pairs, RunArray, paired
 from jshard.printing.units import size
@@ -35,7 +33,7 @@ class Deviation:
 class Row:
     """Collectives of one kind that one signal asked for in one phase, and what runs for them. `asked` and `got` count runs;
     `wire_asked` and `wire_got` are bytes on the wire per device of all of them, `hidden` those that travel while the device
-    works, by the schedule, or in a kernel under its own products."""
+    works, by the schedule."""
 
     place: Location | None
     signal: str
@@ -78,13 +76,10 @@ class Comparison:
         return [(row, each) for row in self.rows for each in row.differences]
 
 
-def compare(
-    ledger: Ledger, found: Iterable[CompiledCollective], sizes: Mapping[str, int], chip: Chip = CHIPS["cpu"]
-) -> Comparison:
-    """The two sides paired. `sizes` are those of the mesh. `chip` says how much of a kernel's wire its own products are long
-    enough to hide; of XLA's collectives the walk has said it (`walk.py`)."""
+def compare(ledger: Ledger, found: Iterable[CompiledCollective], sizes: Mapping[str, int]) -> Comparison:
+    """Pair the two sides. `sizes` are those of the mesh."""
     every, got, pairs = paired(ledger, found, sizes)
-    return Comparison((*_rows(every, pairs, chip), *_added(got, chip)))
+    return Comparison((*_rows(every, pairs), *_added(got)))
 
 
 # -- the rows --
@@ -93,7 +88,7 @@ def compare(
 Key = tuple[Location | None, str, str, str, tuple[str, ...], str]  # place, signal, phase, collective, mesh axes, via
 
 
-def _rows(asked: list[Ask], pairs: Pairs, chip: Chip) -> Iterator[Row]:
+def _rows(asked: list[Ask], pairs: Pairs) -> Iterator[Row]:
     found: dict[Key, list[Ask]] = {}
     for ask in asked:
         line = ask.line
@@ -102,37 +97,29 @@ def _rows(asked: list[Ask], pairs: Pairs, chip: Chip) -> Iterator[Row]:
     for key, several in found.items():
         mine = [pair for ask in several for pair in pairs if pair.ask is ask]
         runs = [(pair.run, pair.times, pair.wire, pair.hidden) for pair in mine]
-        yield _row(key, several, runs, _differences(several, mine, chip), chip)
+        yield _row(key, several, runs, _differences(several, mine))
 
 
-def _row(
-    key: Key, asked: list[Ask], runs: list[tuple[RunArray, int, int, float]], differences: list[Deviation], chip: Chip
-) -> Row:
+def _row(key: Key, asked: list[Ask], runs: list[tuple[RunArray, int, int, float]], differences: list[Deviation]) -> Row:
     """Add up what is asked and what runs: for each run how often, its bytes on the wire of once, and the hidden share."""
     own = [ask.line for ask in asked if ask.line.declared is not None]
-    under = [hidden_in_kernel(line, chip) for line in own]
     return Row(
         *key,
         asked=sum(ask.line.runs for ask in asked),
         got=sum(times for _, times, _, _ in runs) + sum(line.count for line in own),
         wire_asked=sum(ask.line.total for ask in asked),
         wire_got=sum(times * wire for _, times, wire, _ in runs) + sum(line.total for line in own),
-        hidden=round(sum(times * wire * hidden for _, times, wire, hidden in runs)) + sum(under),
-        asynchronous=sum(times for run, times, _, _ in runs if run.got.asynchronous)
-        + sum(line.count for line, hidden in zip(own, under, strict=True) if hidden),
+        hidden=round(sum(times * wire * hidden for _, times, wire, hidden in runs)),
+        asynchronous=sum(times for run, times, _, _ in runs if run.got.asynchronous),
         differences=tuple(differences),
     )
 
 
-def _differences(asked: list[Ask], pairs: list[Pair], chip: Chip) -> list[Deviation]:
+def _differences(asked: list[Ask], pairs: list[Pair]) -> list[Deviation]:
     """Every way in which what runs is not what was asked."""
     found: list[tuple[str, str, int]] = []  # kind, words, times
     own = [ask.line for ask in asked if ask.line.declared is not None]  # a kernel moves its bytes itself, unseen by XLA
-    words = "inside a kernel, by its own word"
-    if any(line.schedule for line in own):
-        under = sum(hidden_in_kernel(line, chip) for line in own)
-        words += f", {100 * under // sum(line.total for line in own)} % of it under its products"
-    found += [("declared", words, line.count) for line in own]
+    found += [("declared", "inside a kernel, by its own word", line.count) for line in own]
     found += [("dropped", "dropped", ask.left) for ask in asked if ask.line.declared is None]
     rewritten = [pair for pair in pairs if pair.how == "rewritten"]
     found += [("rewritten", f"run as {pair.run.got.collective}", pair.times) for pair in rewritten]
@@ -154,11 +141,6 @@ def _differences(asked: list[Ask], pairs: list[Pair], chip: Chip) -> list[Deviat
     return [Deviation(kind, times, f"{times:,} {words}") for (kind, words), times in sums.items() if times]
 
 
-def hidden_in_kernel(line: Line, chip: Chip) -> int:
-    """Of the bytes that a kernel sends, those that its own products are long enough to hide."""
-    return 0 if line.schedule is None else line.count * line.schedule.hidden(line.wire, chip)
-
-
 def _recast(pair: Pair) -> str:
     """The dtype that an array travels in, when it is not the one asked for."""
     if pair.how.startswith("by"):
@@ -168,7 +150,7 @@ def _recast(pair: Pair) -> str:
     return "" if ran == asked else f"{DTYPES.get(pair.run.dtype, pair.run.dtype)} instead of {pair.ask.line.dtype}"
 
 
-def _added(got: list[RunArray], chip: Chip) -> Iterator[Row]:
+def _added(got: list[RunArray]) -> Iterator[Row]:
     """Rows of what runs and nobody asked for."""
     found: dict[Key, list[RunArray]] = {}
     for run in got:
@@ -179,4 +161,4 @@ def _added(got: list[RunArray], chip: Chip) -> Iterator[Row]:
         times = sum(run.left for run in runs)
         words = f"{times:,} that nobody asked for"
         left = [(run, run.left, run.wire, run.got.hidden) for run in runs]
-        yield _row(key, [], left, [Deviation("added", times, words)], chip)
+        yield _row(key, [], left, [Deviation("added", times, words)])

@@ -6,7 +6,6 @@ import dataclasses
 from collections import Counter
 
 from jshard.inspect.ledger.ledger import Ledger
-from jshard.inspect.plan.comparison import hidden_in_kernel
 from jshard.inspect.plan.memory import Memory
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.plan.walk import Walked, link_rate
@@ -92,13 +91,13 @@ def estimate(asked: Ledger, walked: Walked, arithmetic: Flops, memory: Memory, t
         if line.declared is not None:
             rate = link_rate(range(line.group), topology)
             wire[rate] += line.total
-            kernels[rate] += line.total - hidden_in_kernel(line, chip)
+            kernels[rate] += line.total
     slow = chip.between_hosts / chip.devices if topology.slices > 1 else 0.0
     where = {rate: "between slices" if rate == slow else "on the wire" for rate in wire}
     parts += [TimePart("wire", f"{size(total)} {where[rate]}", total, rate) for rate, total in sorted((+wire).items())]
     parts.append(TimePart("wait", f"{size(late)} that nothing hides", walked.wait, 1))
     parts += [
-        TimePart("wait", f"{size(total)} that a kernel's products don't hide", total, rate)
+        TimePart("wait", f"{size(total)} that a kernel sends", total, rate)
         for rate, total in sorted((+kernels).items())
     ]
     return Estimate(tuple(parts), chip.source, arithmetic.at_most, arithmetic.unknown)

@@ -80,7 +80,7 @@ def planned(
         mesh=sizes,
         asked=ledger,
         got=found.collectives,
-        comparison=compare(ledger, found.collectives, sizes, topology.chip) if compiled.text else None,
+        comparison=compare(ledger, found.collectives, sizes) if compiled.text else None,
         memory=memory,
         estimate=estimate(ledger, found, arithmetic_of(export.jaxpr), memory, topology),
         compilers=_compilers(topology),
