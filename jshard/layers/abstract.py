@@ -10,7 +10,6 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.layers.creating import described
-from jshard.layers.layer_stack import in_ranges
 from jshard.layers.uncreated import created as created_arrays
 from jshard.layouts.mesh import with_axis_types
 from jshard.signals.active_config import configuration, mesh, on_mesh
@@ -48,7 +47,7 @@ def created(factory: Callable[[], Model], placed: Callable[[], Model], only: Any
     and no array is whole on one that holds a part of it. What the filter `only` leaves out stays a shape alone."""
     model = abstract(placed)
     asked, tree = jax.tree.flatten(nnx.state(model, only))
-    drawn = jax.tree.leaves(nnx.state(described(lambda: in_ranges(factory())), only))
+    drawn = jax.tree.leaves(nnx.state(described(factory), only))
     shapes = [x.at(like.sharding, like.dtype) for x, like in zip(drawn, asked, strict=True)]
     nnx.update(model, jax.tree.unflatten(tree, created_arrays(shapes)))
     return model

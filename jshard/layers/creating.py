@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding
 from jshard.errors import JShardError
 from jshard.layers.call_arguments import is_node
 from jshard.layers.layer import built_arrays
-from jshard.layers.layer_stack import in_ranges
 from jshard.layers.uncreated import Recipe, Uncreated, created
 from jshard.layers.user_code_errors import boundary, in_own_words, name_of
 from jshard.layouts.paths import keys_of
@@ -69,7 +68,6 @@ def described(f: Callable[..., Any], *args: object, **kwargs: object) -> Any:
             args, kwargs = jax.tree.unflatten(tree, inner)
             with nnx.use_eager_sharding(False):  # else an annotated variable asks for a mesh with axes of its names
                 leaves, of_result = jax.tree.flatten(in_own_words(f)(*args, **kwargs), is_leaf=is_node)
-            leaves = [in_ranges(x) if isinstance(x, nnx.Module) else x for x in leaves]
             with nnx.split_context(TAG) as context:
                 after, left = context.split((nodes, list(filter(is_node, leaves))))
             _check_nothing_is_static(name, after)

@@ -17,7 +17,6 @@ from jax.tree_util import all_leaves
 
 from jshard.errors import JShardError, kind_of
 from jshard.layers.layer import AuxLoss, is_by_layers, is_sharded, parameters_by_path
-from jshard.layers.layer_stack import in_ranges
 from jshard.layers.linen import arguments, check_names, is_callable_tree, trees_of_parameters
 from jshard.layers.recording import recorder
 from jshard.layers.sharded_call import Call, alone
@@ -62,7 +61,6 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_sharded(program):
             as_it_is = _sharded_class if is_by_layers(program) else _unplaced_class
             program.__class__ = as_it_is(type(program))
-        in_ranges(program)
         if (present := configuration()) is not None and present.has_claims:
             check_globs(present, parameters_by_path(program))
         if args or kwargs:

@@ -20,8 +20,8 @@ def keys_of(path: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def slashed(keys: Iterable[Any]) -> str:
-    """The path of an array as `match` claims it: `blocks/attn/q/kernel`. Some layers of a stack are `blocks[0:12]`."""
-    return "/".join(map(str, keys)).replace("/[", "[")
+    """The path of an array as `match` claims it: `blocks/attn/q/kernel`."""
+    return "/".join(map(str, keys))
 
 
 def words_of(path: Sequence[Any]) -> list[str]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from jshard.errors import JShardError, Location, nearest, quoted
 from jshard.signals.config import Configuration
 from jshard.signals.faults import Faults, listed
-from jshard.signals.globs import LONGEST, OTHERS, RANGE, Glob, layers_of, narrowed, patterns, respelt, spellings
+from jshard.signals.globs import LONGEST, OTHERS, Glob, narrowed, patterns, respelt, spellings
 from jshard.signals.parameter_path import ParameterPath, below
 from jshard.signals.signal import Signal
 
@@ -165,26 +164,6 @@ def staged(configuration: Configuration, found: dict[str, Claim]) -> dict[str, C
         after[path] = dataclasses.replace(claim, stage=Stage(mesh_axis, first.signal, number))
     faults.stop()
     return after
-
-
-def ranges(configuration: Configuration, path: str, depth: int) -> list[tuple[int, int]]:
-    """The layers of the stack at `path`, `depth` in all, that its globs tell apart: `[(0, 12), (12, 24)]`."""
-    ends, faults = {0, depth}, Faults()
-    texts = [(claim, each.text) for claim, glob in _globs(configuration) for each in (glob, *glob.exceptions)]
-    for claim, text in texts:
-        for spelling in spellings(text):
-            for wide in RANGE.finditer(spelling):
-                if not Glob(spelling[: wide.start()]).fits(path):
-                    continue
-                first, last = layers_of(wide[0], depth)
-                if last is None or last > depth:
-                    says = f"has match {quoted(claim.glob, LONGEST)}, and {path} has {depth} layers"
-                    hint = f"write [{min(first, depth - 1)}:{depth}] or less"
-                    faults.add((claim.signal.name,), claim.place, says, hint)
-                else:
-                    ends |= {first, last}
-    faults.stop()
-    return list(itertools.pairwise(sorted(ends)))
 
 
 def _globs(configuration: Configuration) -> list[tuple[Claim, Glob]]:

@@ -16,7 +16,6 @@ from jshard.signals.value_types import Names, Reading
 
 OTHERS = "**"  # by itself: the parameters that nobody else claims
 MOST_SPELLINGS = 1_000
-RANGE = re.compile(r"\[([0-9]{0,9}):([0-9]{0,9})\]")
 LONGEST = 200  # letters of a path or a glob that an error shows
 
 
@@ -45,8 +44,8 @@ class Globs(Names):
 
 class Glob:
     """A glob over paths: `*` is any text within one part, `?` one letter of it, `**` any number of parts, none too, and `{a,b}`
-    one of the alternatives. `blocks[0:12]` are layers of a stack. All else, dots and brackets too, is itself. A path that
-    one of the `exceptions` fits is left out."""
+    one of the alternatives. All else, dots and brackets too, is itself. A path that one of the `exceptions` fits is left
+    out."""
 
     def __init__(self, text: str, exceptions: Sequence[Glob] = ()):
         self.text, self.exceptions = text, exceptions
@@ -55,21 +54,11 @@ class Glob:
         self._fits = re.compile("|".join(map(_regex, spellings(text)))).fullmatch
         letters = [part.strip("/") for piece, *_ in _choices(text)[::2] for part in re.split("[*?]", piece)]
         self._holds = max(letters, key=len)  # in every path that it fits, which is soon seen
-        self._ranges = [found[0] for found in RANGE.finditer(text)]
 
     def fits(self, path: str) -> bool:
         ways = [below(path), *([path.led] if isinstance(path, ParameterPath) and path.argument in self.heads else [])]
-        wide = itertools.chain(*map(self._widened, ways))
-        fits = any(self._holds in one and self._fits(f"{one}/") is not None for one in wide)
+        fits = any(self._holds in one and self._fits(f"{one}/") is not None for one in ways)
         return fits and not any(each.fits(path) for each in self.exceptions)
-
-    def _widened(self, path: str) -> Iterator[str]:
-        """The path, with each of its ranges as it is, or as one of the glob's that it is within."""
-        pieces = re.split(r"(\[[0-9]*:[0-9]*\])", path) if self._ranges else [path]
-        return map("".join, itertools.product(*map(self._ways, pieces)))
-
-    def _ways(self, piece: str) -> list[str]:
-        return [piece, *(wide for wide in self._ranges if RANGE.fullmatch(piece) and _is_within(piece, wide))]
 
 
 def patterns(match: Iterable[str]) -> list[Glob]:
@@ -77,18 +66,6 @@ def patterns(match: Iterable[str]) -> list[Glob]:
     match = list(match)
     exceptions = [Glob(text[1:]) for text in match if text.startswith("!")]
     return [Glob(text, exceptions) for text in match if not text.startswith("!")]
-
-
-def layers_of(wide: str, depth: int | None = None) -> tuple[int, int | None]:
-    """The layers of `[0:12]`, of which the first or the last may be left out."""
-    found = RANGE.fullmatch(wide)
-    assert found is not None
-    return int(found[1] or 0), int(found[2]) if found[2] else depth
-
-
-def _is_within(narrow: str, wide: str) -> bool:
-    (first, last), (least, most) = layers_of(narrow), layers_of(wide)
-    return least <= first and (most is None or (last is not None and last <= most))
 
 
 def spellings(glob: str) -> Iterator[str]:
@@ -156,10 +133,6 @@ def _fault(glob: str) -> tuple[str, str]:
     count = math.prod(map(len, choices))
     if count > MOST_SPELLINGS:
         return f"which has {count:,} spellings, more than {MOST_SPELLINGS:,}", 'write "*" for some of the alternatives'
-    for wide in RANGE.finditer(glob):
-        first, last = layers_of(wide[0])
-        if last is not None and first >= last:
-            return f"whose {wide[0]} is no layer", f"write [{first}:{first + 1}] for one"
     parts = [part for spelling in spellings(glob) for part in spelling.split("/")]
     if not all(parts):
         return "which has an empty part", f"write {quoted('/'.join(filter(None, glob.split('/'))) or '**', LONGEST)}"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jshard.errors import JShardError
-from jshard.signals.claims import claims, ranges, staged
+from jshard.signals.claims import claims, staged
 from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.globs import Glob, spellings
 
@@ -155,18 +155,6 @@ def test_claims_of_all_others_leave_out_exceptions(loaded):
     )
 
 
-def test_claims_leave_out_ranges_of_a_stack(loaded):
-    configuration = loaded("a: {match: ['h*/w', '!h[2:4]/**']}\nrest: {match: '**'}\n")
-    assert ranges(configuration, "h", 8) == [(0, 2), (2, 4), (4, 8)]
-    assert claimed(configuration, ["h[0:2]/w", "h[2:4]/w", "h[4:8]/w"]) == {
-        "a": ["h[0:2]/w", "h[4:8]/w"],
-        "rest": ["h[2:4]/w"],
-    }
-    assert faults_of(loaded("a: {match: ['h[0:4]/w', '!h[4:6]/w']}\n"), ["h[0:4]/w"]) == (
-        'signal "a" (c.yaml:3) has match "!h[4:6]/w", which fits no parameter of its globs; did you mean "!h[0:4]/w"?',
-    )
-
-
 def test_claims_with_an_exception_that_removes_nothing_are_told(loaded):
     configuration = loaded(
         "a:\n  match:\n    - layers/*/mlp/**\n    - '!layers/*/mpl/up/**'\n    - '!layers/*/attn/**'\n    - '!layers/{0,7}/**'\n"
@@ -303,41 +291,6 @@ def test_claims_of_a_configuration_without_match(loaded):
     assert claims(loaded("a: {row: data}\n"), []) == {}
 
 
-def test_ranges_are_the_layers_that_globs_tell_apart(loaded):
-    configuration = loaded("a: {match: ['{e,h}[2:6]/w', 'h[:4]/*', 'h/**', 'g[1:3]/w']}\nb: {match: ['h[4:]/w']}\n")
-    assert ranges(configuration, "h", 8) == [(0, 2), (2, 4), (4, 6), (6, 8)]
-    assert ranges(configuration, "h", 6) == [(0, 2), (2, 4), (4, 6)]
-    assert (ranges(configuration, "g", 3), ranges(configuration, "k", 3)) == ([(0, 1), (1, 3)], [(0, 3)])
-    with pytest.raises(JShardError) as told:
-        ranges(configuration, "g", 1)
-    assert str(told.value) == ('signal "a" (c.yaml:3) has match "g[1:3]/w", and g has 1 layers; write [0:1] or less')
-
-
-def test_ranges_of_a_stack_in_a_stack_are_told_apart_for_each_range_around_it(loaded):
-    configuration = loaded("a: {match: ['h[:4]/g[:2]/w']}\nb: {match: ['h[4:]/g[1:4]/w', '*/f[1:]/w']}\n")
-    assert ranges(configuration, "h", 8) == [(0, 4), (4, 8)]
-    assert ranges(configuration, "h[0:4]/g", 5) == [(0, 2), (2, 5)]
-    assert ranges(configuration, "h[4:8]/g", 5) == [(0, 1), (1, 4), (4, 5)]
-    assert ranges(configuration, "h[4:8]/f", 2) == ranges(configuration, "h/f", 2) == [(0, 1), (1, 2)]
-    assert ranges(configuration, "h/g", 5) == [(0, 5)]
-    with pytest.raises(JShardError) as told:
-        ranges(configuration, "h[4:8]/g", 3)
-    assert str(told.value) == (
-        'signal "b" (c.yaml:4) has match "h[4:]/g[1:4]/w", and h[4:8]/g has 3 layers; write [1:3] or less'
-    )
-
-
-def test_claims_that_overlap_in_the_inner_stack_alone_are_not_double(loaded):
-    paths = [f"h[{outer}]/g[{inner}]/w" for outer in ("0:4", "4:8") for inner in ("0:1", "1:2", "2:4")]
-    left = "c: {match: '**'}\n"
-    found = claimed(loaded("a: {match: 'h[0:4]/g[0:2]/w'}\nb: {match: 'h[4:8]/g[1:4]/w'}\n" + left), paths)
-    assert found == {"a": paths[:2], "b": paths[4:], "c": [paths[2], paths[3]]}
-    assert faults_of(loaded("a: {match: 'h[0:4]/g[0:2]/w'}\nb: {match: 'h[:8]/g[1:4]/w'}\n" + left), paths) == (
-        'parameter "h[0:4]/g[1:2]/w" is claimed by signal "a" (c.yaml:3) as "h[0:4]/g[0:2]/w" and by signal "b" (c.yaml:4) '
-        'as "h[:8]/g[1:4]/w"; make one of the globs narrower',
-    )
-
-
 def test_claims_are_told_in_words(loaded):
     configuration = loaded("a: {column: tensor, match: ['layers/**', 'embed/*', '!embed/b']}\nrest: {match: '**'}\n")
     assert [says for _, says in configuration.meaning()][1:] == [
@@ -365,18 +318,6 @@ def test_claims_tell_configurations_apart(loaded):
         ("{a/b,c}/w", ["a/b/w", "c/w"], ["a/w"]),
         ("norm{,_1}/scale", ["norm/scale", "norm_1/scale"], ["norm_/scale"]),
         ("h[0]/w", ["h[0]/w"], ["h0/w"]),
-        ("h[2:6]/w", ["h[2:6]/w", "h[2:3]/w", "h[5:6]/w"], ["h[1:6]/w", "h[2:7]/w", "h[0:2]/w", "h[6:8]/w", "h/w"]),
-        ("h[:6]/w", ["h[0:6]/w", "h[5:6]/w"], ["h[0:7]/w"]),
-        ("h[2:]/w", ["h[2:9]/w", "h[7:8]/w"], ["h[1:9]/w", "h[0:2]/w"]),
-        (
-            "h[0:4]/g[0:4]/w",
-            ["h[0:4]/g[0:4]/w", "h[1:2]/g[2:4]/w"],
-            ["h[0:4]/g[2:6]/w", "h[2:6]/g[0:4]/w", "h[4:8]/g[0:4]/w", "h[0:4]/g/w", "h/g[0:4]/w"],
-        ),
-        ("h[0:2]/g[0:4]/w", ["h[0:1]/g[1:2]/w", "h[0:1]/g[0:4]/w"], ["h[0:4]/g[0:1]/w"]),
-        ("h[0:4]/g[4:8]/w", ["h[1:2]/g[4:6]/w"], ["h[4:6]/g[1:2]/w", "h[1:2]/g[1:2]/w", "h[4:6]/g[4:6]/w"]),
-        ("**/g[1:3]/w", ["h[0:4]/g[1:2]/w", "h/g[2:3]/w"], ["h[1:2]/g[0:4]/w", "g[1:3]/f[1:2]/w"]),
-        ("h*/g[1:3]/w", ["h[1:2]/g[1:2]/w", "h[7:9]/g[1:2]/w"], ["h/f/g[1:2]/w"]),
         ("*_proj", ["q_proj", "_proj"], ["proj", "a/q_proj"]),
     ],
 )

@@ -570,10 +570,6 @@ IN_A_FILE = {
         'signal "layer1" (FILE:3) has match "a/$**", which has "**" and other letters in one part; write "*" within a part, and '
         '"**" for any number of parts',
     ),
-    "match of no layers": (
-        MESH + "layer1: {match: 'blocks[4:4]/**'}\n",
-        'signal "layer1" (FILE:3) has match "blocks[4:4]/**", whose [4:4] is no layer; write [4:5] for one',
-    ),
     "match of many spellings": (
         MESH + "layer1: {match: 'abc" + "{a,b}" * 10 + "'}\n",
         'signal "layer1" (FILE:3) has match "abc'
