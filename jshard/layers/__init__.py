@@ -4,7 +4,6 @@ from jshard.layers.attending import attend as attend
 from jshard.layers.attention import Attention as Attention
 from jshard.layers.creating import create as create
 from jshard.layers.decoder import Decoder as Decoder
-from jshard.layers.gated_mlp import GatedMLP as GatedMLP
 from jshard.layers.gradients import value_and_grad as value_and_grad
 from jshard.layers.jitted import jit as jit
 from jshard.layers.layer import AuxLoss as AuxLoss
@@ -14,6 +13,7 @@ from jshard.layers.linear import Linear as Linear
 from jshard.layers.matrix_product import choose as choose
 from jshard.layers.matrix_product import matmul as matmul
 from jshard.layers.mlp import MLP as MLP
+from jshard.layers.mlp import GatedMLP as GatedMLP
 from jshard.layers.moe import MoE as MoE
 from jshard.layers.reduce import max as max
 from jshard.layers.reduce import mean as mean

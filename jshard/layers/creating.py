@@ -1,26 +1,30 @@
-"""`jshard.create`: models, optimizers and arrays that no device ever holds whole."""
+"""`jshard.create`: models, optimizers and arrays that no device ever holds whole, and models of shapes alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 from jax._src.core import trace_state_clean
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.errors import JShardError
 from jshard.layers.call_arguments import is_node
 from jshard.layers.layer import built_arrays
-from jshard.layers.uncreated import Recipe, Uncreated, created
+from jshard.layers.uncreated import Recipe, Uncreated
+from jshard.layers.uncreated import created as created_arrays
 from jshard.layers.user_code_errors import boundary, in_own_words, name_of
+from jshard.layouts.mesh import with_axis_types
 from jshard.layouts.paths import keys_of
 from jshard.programs.provenance import line_here
-from jshard.signals.active_config import configuration, mesh
+from jshard.signals.active_config import configuration, mesh, on_mesh
 from jshard.signals.scope import signal, signal_here, tensor_layout
 
+Made = TypeVar("Made")
+Model = TypeVar("Model", bound=nnx.Module)
 TAG = "jshard.create"  # of the context in which NNX keeps the identity of objects across the trace
 
 
@@ -45,7 +49,7 @@ def create(f: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     result = described(f, *args, **kwargs)
     if not isinstance(result, Uncreated):
         return result
-    return created([result.at(tensor_layout(signal_here("jshard.create"), result.ndim).sharding)])[0]
+    return created_arrays([result.at(tensor_layout(signal_here("jshard.create"), result.ndim).sharding)])[0]
 
 
 def described(f: Callable[..., Any], *args: object, **kwargs: object) -> Any:
@@ -131,3 +135,41 @@ def _lay_out(node: object) -> None:
 
 def _is_array(x: object) -> bool:
     return isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
+
+
+# -- models of shapes alone --
+
+
+def abstract(factory: Callable[[], Made]) -> Made:
+    """Build what `factory()` returns (NNX modules, optimizers, pytrees of them), with a `jax.ShapeDtypeStruct` for each
+    array, sharded as its signal says on the loaded mesh; what no signal places is replicated. The devices of the mesh need
+    not be here.
+
+        model = abstract(lambda: Model(rngs=nnx.Rngs(0)))
+
+    Layouts are read from types, so a slice of devices (`shard: {workers: [0, 1]}`), which is a mesh of its own, is not
+    seen: what lies on it is taken to be replicated.
+    """
+    if configuration() is None:
+        return nnx.eval_shape(factory)
+    home = mesh()
+    with on_mesh(with_axis_types(home, "explicit")):
+        made = nnx.eval_shape(factory)
+
+    def placed(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = array.sharding.spec if isinstance(array.sharding, NamedSharding) else PartitionSpec()
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(home, spec))
+
+    graph, state = nnx.split(made)
+    return nnx.merge(graph, jax.tree.map(placed, state))
+
+
+def created(factory: Callable[[], Model], placed: Callable[[], Model], only: Any = ...) -> Model:
+    """Build what `placed()` returns, with the numbers that the same model has of `factory()`: each device computes its part,
+    and no array is whole on one that holds a part of it. What the filter `only` leaves out stays a shape alone."""
+    model = abstract(placed)
+    asked, tree = jax.tree.flatten(nnx.state(model, only))
+    drawn = jax.tree.leaves(nnx.state(described(factory), only))
+    shapes = [x.at(like.sharding, like.dtype) for x, like in zip(drawn, asked, strict=True)]
+    nnx.update(model, jax.tree.unflatten(tree, created_arrays(shapes)))
+    return model

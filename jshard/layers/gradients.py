@@ -1,4 +1,4 @@
-"""`jshard.value_and_grad`: gradients of a model, summed over the devices of a batch once, and together."""
+"""Gradients of a model: `jshard.value_and_grad`, and the mean of those of microbatches that run one after the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jax.tree_util import keystr
 
-from jshard.errors import JShardError, did_you_mean, kind_of, multiples
+from jshard.errors import JShardError, kind_of, multiples
 from jshard.kernels.all_reduction import all_reduce_coalesced
 from jshard.kernels.collectives import check_vma_enabled, pvary
 from jshard.layers.call_arguments import Arguments, is_node
@@ -24,17 +24,18 @@ from jshard.layers.kernel_support import all_reduce_of
 from jshard.layers.layer import is_by_layers, model_arrays
 from jshard.layers.linen import arguments, trees_of_parameters
 from jshard.layers.reduce import mean
-from jshard.layers.sharding import call_of, sharded
+from jshard.layers.sharding import call_of, partitioned, sharded
 from jshard.layers.strategy import Names, inside_shard_map
 from jshard.layers.user_code_errors import boundary, name_of
 from jshard.layers.written_back import is_array
 from jshard.layouts.layout import Layout
+from jshard.layouts.mesh import is_explicit
 from jshard.layouts.paths import keys_of
 from jshard.layouts.redistribution import redistribute
 from jshard.programs.jaxprs import Shaped
 from jshard.programs.provenance import scope
 from jshard.signals.active_config import configuration, mesh, use_stages
-from jshard.signals.config import Configuration, Pipeline
+from jshard.signals.config import Pipeline
 from jshard.signals.scope import active, unplaced
 
 
@@ -44,7 +45,6 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     wrt: object = nnx.Param,
-    over: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """Differentiate `f` as `nnx.value_and_grad` does, partitioned as under `jshard.shard`.
 
@@ -53,7 +53,7 @@ def value_and_grad(
     value is its mean. Where the configuration says `jshard.pipeline`, rows go through its stages in microbatches, by its
     schedule; value, aux and gradients are the means of theirs. Outside of jit the parameters are moved to where they rest.
 
-    Inside a `jax.shard_map` gradients are summed over the mesh axes `over` (those that any `row` names) once, when `f` is done,
+    Inside a `jax.shard_map` gradients are summed over the mesh axes that any `row` names once, when `f` is done,
     instead of layer by layer and in each turn of a loop. One number must be reduced in `f` by `jshard.mean`. The ledger has the
     sums under the signal that is active here.
     """
@@ -69,7 +69,7 @@ def value_and_grad(
                     f"jshard.value_and_grad inside a shard_map differentiates by argument 0, and argnums is {argnums}"
                 )
                 raise JShardError(fault, hint=f"give {name_of(f)} the model first, and leave argnums away")
-            return _in_shard_map(f, over, wrt, has_aux=has_aux)(*args, **kwargs)
+            return _in_shard_map(f, wrt, has_aux=has_aux)(*args, **kwargs)
         flat = (*args, *kwargs.values())
         if max(numbers) >= len(flat):
             fault = (
@@ -220,9 +220,7 @@ def _gradient(x: Any, wrt: Any, leaves: Sequence[Any]) -> Any:
     return nnx.filter_state(gradient, wrt) if is_node(x) and wrt is not nnx.Param else gradient
 
 
-def _in_shard_map(
-    f: Callable[..., Any], over: str | Sequence[str] | None, wrt: Any, *, has_aux: bool
-) -> Callable[..., Any]:
+def _in_shard_map(f: Callable[..., Any], wrt: Any, *, has_aux: bool) -> Callable[..., Any]:
     """Differentiate on each device's part, and sum the gradients together."""
 
     def own(model: object, *args: object, **kwargs: object) -> tuple[jax.Array, Any]:
@@ -237,7 +235,8 @@ def _in_shard_map(
                 "jshard.value_and_grad needs a configuration, and a shard_map with check_vma on",
                 hint="load one, leave check_vma on, or take nnx.value_and_grad",
             )
-        names = _axes(over, present)
+        names = tuple(dict.fromkeys(name for signal in present.signals.values() for name in signal.row))
+        inside_shard_map(names, "jshard.value_and_grad")
         graph, parameters, rest = nnx.split(model, wrt, ...)
         # What is no parameter is shared with the model, and changes with it.
         apart = nnx.merge(graph, jax.tree.map(lambda x: pvary(x, names), parameters), rest)
@@ -267,21 +266,6 @@ def _microbatches(asked: Pipeline, x: jax.Array) -> jax.Array:
     if layout is not None:
         x = redistribute(x, Layout(layout.mesh, (), *layout.axes[1:]))
     return jnp.reshape(x, (count, -1, *x.shape[1:]))
-
-
-def _axes(over: str | Sequence[str] | None, present: Configuration) -> Names:
-    if over is None:
-        found = tuple(dict.fromkeys(name for signal in present.signals.values() for name in signal.row))
-    else:
-        found = (over,) if isinstance(over, str) else tuple(over)
-    for name in found:
-        if name not in mesh().axis_names:
-            raise JShardError(
-                f'jshard.value_and_grad is over mesh axis "{name}", which {dict(mesh().shape)} does not have',
-                hint=did_you_mean(name, mesh().axis_names, f"use {' or '.join(mesh().axis_names)}"),
-            )
-    inside_shard_map(found, "jshard.value_and_grad")
-    return found
 
 
 def _part_of_mean(losses: jax.Array) -> jax.Array:
@@ -323,3 +307,51 @@ def _summed(gradients: object, parameters: object, wide: Sequence[Any]) -> Any:
         for number, total in zip(numbers, sums, strict=True):
             leaves[number] = total.astype(leaves[number].dtype)
     return jax.tree.unflatten(tree, leaves)
+
+
+# -- microbatches of training, one after the other --
+
+
+def accumulated(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Differentiate `f(model, *batch)` over microbatches: of arrays with an axis of them before their own it returns the mean
+    of the values, and of the gradients, as `nnx.value_and_grad(f)` would of each. The model's other variables (random
+    states, statistics) go from one to the next.
+
+    On an explicit mesh the loop runs on each device's part, as under `jshard.shard`: each gradient is summed over devices once,
+    behind it; but that of a parameter under `store` is scattered, and the parameter gathered, in each turn, as neither is
+    whole between them. Elsewhere the loop is left to XLA.
+    """
+
+    def differentiated(model: Any, *batches: Any) -> Any:
+        present = configuration()
+        if present is None or present.mesh is None or unplaced.value or not is_explicit(mesh()):
+            return _in_turn(partitioned(model, f), model, *batches)
+        call = call_of(f, (model, *jax.tree.map(lambda x: x[0], batches)), {})
+        name, *names = call.given
+        value, (gradients,) = call.microbatches(dict(zip(names, batches, strict=True)), [name])
+        return value, jax.tree.unflatten(jax.tree.structure(nnx.state(model, nnx.Param)), gradients)
+
+    return differentiated
+
+
+def _in_turn(f: Callable[..., Any], model: Any, *batches: object) -> Any:
+    graph, parameters, variables = nnx.split(model, nnx.Param, ...)
+
+    def loss(parameters: object, variables: object, batch: Any) -> tuple[Any, Any]:
+        model = nnx.merge(
+            graph, parameters, jax.tree.map(lambda x: x, variables)
+        )  # of this trace, which may change them
+        value = f(model, *batch)
+        return value, nnx.split(model, nnx.Param, ...)[2]
+
+    def turn(carry: tuple[Any, ...], batch: object) -> tuple[Any, None]:
+        total, sums, variables = carry
+        (value, variables), gradients = jax.value_and_grad(loss, has_aux=True)(parameters, variables, batch)
+        return (total + value, jax.tree.map(jnp.add, sums, gradients), variables), None
+
+    one, _ = jax.eval_shape(loss, parameters, variables, jax.tree.map(lambda x: x[0], batches))
+    start = jnp.zeros((), one.dtype), jax.tree.map(jnp.zeros_like, parameters), variables
+    (total, sums, variables), _ = jax.lax.scan(turn, start, batches)
+    nnx.update(model, variables)
+    count = jax.tree.leaves(batches)[0].shape[0]
+    return total / count, jax.tree.map(lambda x: x / count, sums)

@@ -20,17 +20,14 @@ class Rope:
     config.json."""
 
     theta: float = 10_000.0
-    scaling: str = "none"  # linear, llama3, yarn
+    scaling: str = "none"  # linear, llama3
     factor: float = 1.0
     original_max_position_embeddings: int = 8192
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        if self.scaling not in (words := ("none", "linear", "llama3", "yarn")):
+        if self.scaling not in (words := ("none", "linear", "llama3")):
             hint = did_you_mean(self.scaling, words, f"use {', '.join(words)}")
             raise JShardError(f'rope of a decoder has scaling "{self.scaling}"', hint=hint)
 
@@ -41,39 +38,19 @@ class Rope:
     def frequencies(self, size: int) -> np.ndarray:
         """Return the angle by which each pair of a head of this size turns from one position to the next."""
         turns = self.theta ** -(np.arange(0, size, 2) / size)
-        match self.scaling:  # how far each frequency stays as it is: slow ones are divided by the factor
-            case "none":
-                return turns
-            case "llama3":
-                rounds = self.original_max_position_embeddings * turns / (2 * math.pi)
-                kept = (rounds - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-            case "yarn":
-                first, last = math.floor(self._pair(size, self.beta_fast)), math.ceil(self._pair(size, self.beta_slow))
-                first, last = max(first, 0), min(last, size - 1)
-                kept = 1 - (np.arange(size // 2) - first) / max(last - first, 1e-3)
-            case _:
-                kept = np.zeros(size // 2)
-        kept = np.clip(kept, 0, 1)
+        if self.scaling == "none":
+            return turns
+        if self.scaling == "linear":
+            return turns / self.factor
+        # llama3: fast pairs stay as they are, slow ones are divided by the factor
+        rounds = self.original_max_position_embeddings * turns / (2 * math.pi)
+        kept = np.clip((rounds - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
         return turns * (kept + (1 - kept) / self.factor)
-
-    @property
-    def amplitude(self) -> float:
-        """What rotated queries and keys are multiplied by."""
-        match self.scaling:
-            case "yarn":
-                return self.attention_factor or 0.1 * math.log(max(self.factor, 1.0)) + 1
-            case _:
-                return 1.0
-
-    def _pair(self, size: int, rounds: float) -> float:
-        """Which pair turns so many rounds within the original context."""
-        context = self.original_max_position_embeddings / (2 * math.pi * rounds)
-        return size * math.log(context) / (2 * math.log(self.theta))
 
     def rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Rotate the pairs (i, i + size / 2) of `x[batch, length, heads, size]` by its `positions[batch, length]`."""
         angles = positions[..., None, None] * jnp.asarray(self.frequencies(x.shape[-1]), jnp.float32)
-        cos, sin = (f(angles) * self.amplitude for f in (jnp.cos, jnp.sin))
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
         one, other = jnp.split(x.astype(jnp.float32), 2, axis=-1)
         return jnp.concatenate([one * cos - other * sin, other * cos + one * sin], -1).astype(x.dtype)
 

@@ -19,7 +19,7 @@ from jshard.inspect.plan import Plan, Topology, explain, plan
 from jshard.inspect.plan.aot import LIMIT
 from jshard.inspect.plan.planning import program_of
 from jshard.inspect.verify import Verification, verify
-from jshard.layers.abstract import abstract
+from jshard.layers.creating import abstract
 from jshard.layers.user_code_errors import as_user_error
 from jshard.layouts.layout import Layout
 from jshard.signals.active_config import mesh

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError, kind_of
-from jshard.layers.abstract import created
+from jshard.layers.creating import created
 from jshard.layers.program_claims import is_run_by_claims
 from jshard.layers.sharding import shard
 from jshard.layers.user_code_errors import as_user_error

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.layers.abstract import abstract, created
+from jshard.layers.creating import abstract, created
 from jshard.layouts.mesh import absent_mesh
 from jshard.signals.active_config import on_mesh, unload
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.layers.accumulation import accumulated
+from jshard.layers.gradients import accumulated
 from jshard.layers.partition.microbatches import Microbatches
 from jshard.signals.scope import unplaced
 

@@ -17,7 +17,7 @@ from jshard.cli import main
 from jshard.cli.experiment import sketched
 from jshard.cli.target import Target
 from jshard.errors import JShardError
-from jshard.layers.abstract import abstract
+from jshard.layers.creating import abstract
 from jshard.layers.decoder import Block
 from jshard.layers.kv_cache import KVCache
 from jshard.programs.flops import arithmetic_of

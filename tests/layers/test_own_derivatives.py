@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 import jshard
-from jshard.layers.accumulation import accumulated
+from jshard.layers.gradients import accumulated
 
 pytestmark = pytest.mark.usefixtures("nothing_loaded")
 X = np.random.default_rng(0).normal(size=(2, 8, 8)).astype(np.float32)

@@ -15,7 +15,7 @@ from flax import nnx
 import jshard
 from jshard.errors import JShardError
 from jshard.layers import partition
-from jshard.layers.accumulation import accumulated
+from jshard.layers.gradients import accumulated
 from jshard.programs.jaxprs import equations
 from jshard.schedules import Cost, generate
 from jshard.signals.claims import Claim, Stage

@@ -18,7 +18,7 @@ ROUNDS = CONTEXT * PLAIN / (2 * math.pi)  # of each pair in the original context
 
 
 def test_what_is_not_said_is_as_most_models_have_it():
-    assert Rope() == Rope(10_000.0, "none", 1.0, 8192, 1.0, 4.0, 32.0, 1.0, None)
+    assert Rope() == Rope(10_000.0, "none", 1.0, 8192, 1.0, 4.0)
 
 
 def test_without_a_scaling_frequencies_fall_from_one_to_the_base():
@@ -39,52 +39,14 @@ def test_llama3_keeps_fast_pairs_and_divides_slow_ones():
     np.testing.assert_allclose(Rope(THETA, "llama3", FACTOR).frequencies(SIZE), wanted)
 
 
-def test_yarn_ramps_between_32_rounds_and_1_and_grows_what_it_rotates():
-    rope = Rope(THETA, "yarn", FACTOR, CONTEXT)
-    kept = rope.frequencies(SIZE) / PLAIN
-    first, last = int(np.sum(ROUNDS > 32)) - 1, int(np.sum(ROUNDS >= 1))
-    np.testing.assert_allclose(kept[: first + 1], 1)
-    np.testing.assert_allclose(kept[last:], 1 / FACTOR)
-    steps = np.diff(kept[first : last + 1])
-    np.testing.assert_allclose(steps, steps[0])
-    assert rope.amplitude == 0.1 * math.log(FACTOR) + 1
-    assert Rope(THETA, "yarn", FACTOR, attention_factor=2.0).amplitude == 2.0
-
-
-@pytest.mark.parametrize(
-    ("rope", "kept"),
-    [
-        (Rope(100.0, "yarn", 2.0, 63), [1, 2 / 3, 1 / 3, 0]),
-        (Rope(100.0, "yarn", 2.0, 63, beta_fast=1.0), [1, 1, 1, 0]),
-        (Rope(100.0, "yarn", 2.0, 10**7), [1, 1, 1, 1]),
-        (Rope(100.0, "yarn", 2.0, 10**4, beta_fast=300.0, beta_slow=0.5), [1, 1, 5 / 6, 2 / 3]),
-    ],
-)
-def test_yarn_ramps_within_the_pairs_that_there_are(rope, kept):
-    np.testing.assert_allclose(rope.frequencies(8), Rope(100.0).frequencies(8) * (1 + np.array(kept)) / 2, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("rope", "amplitude"),
-    [
-        (Rope(), 1.0),
-        (Rope(scaling="linear", factor=4.0), 1.0),
-        (Rope(scaling="yarn", factor=0.5), 1.0),
-        (Rope(scaling="yarn", factor=math.e), 1.1),
-    ],
-)
-def test_only_yarn_grows_what_it_rotates(rope, amplitude):
-    assert rope.amplitude == pytest.approx(amplitude, rel=1e-12)
-
-
-@pytest.mark.parametrize("rope", [Rope(100.0), Rope(100.0, "yarn", 4.0, 16)], ids=["plain", "yarn"])
+@pytest.mark.parametrize("rope", [Rope(100.0), Rope(100.0, "llama3", 4.0, 16)], ids=["plain", "llama3"])
 def test_products_of_rotated_heads_depend_on_distance_alone(rope):
     q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
     at = [[jnp.full((1, 1), each) for each in pair] for pair in ((5, 3), (12, 10), (6, 3))]
     near, far, other = (float((rope.rotate(q, one) * rope.rotate(k, two)).sum()) for one, two in at)
     np.testing.assert_allclose(near, far, rtol=1e-5)
     assert abs(near - other) > 1e-3
-    np.testing.assert_allclose(jnp.square(rope.rotate(q, at[0][0])).sum(), (q**2).sum() * rope.amplitude**2, rtol=1e-5)
+    np.testing.assert_allclose(jnp.square(rope.rotate(q, at[0][0])).sum(), (q**2).sum(), rtol=1e-5)
 
 
 def test_a_pair_turns_by_its_frequency_times_its_position():

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard
 from jshard.errors import JShardError
-from jshard.layers.accumulation import accumulated
+from jshard.layers.gradients import accumulated
 from jshard.layers.sharding import objective_of, partitioned
 from jshard.layouts.layout import Layout
 from jshard.programs.jaxprs import equations

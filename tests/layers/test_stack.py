@@ -16,7 +16,7 @@ import jshard
 from jshard.errors import JShardError
 from jshard.inspect.compiled.hlo_text import HloProgram
 from jshard.inspect.compiled.schedule import Done, Loop, Start, collectives_in, schedule_of
-from jshard.layers.abstract import created
+from jshard.layers.creating import created
 from jshard.programs.jaxprs import equations, scanned
 from jshard.programs.provenance import op_name
 from tests.support.drawn import drawn

@@ -20,7 +20,7 @@ from jshard.inspect.ledger import Ledger, Traced, ledger_of
 from jshard.inspect.ledger.diff import compare
 from jshard.inspect.plan.comparison import compare as against
 from jshard.inspect.timeline import capture
-from jshard.layers.accumulation import accumulated
+from jshard.layers.gradients import accumulated
 from jshard.layers.pipeline import ticks
 from jshard.layers.sharding import objective_of
 from jshard.printing.units import size

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 import jshard
 from jshard.layers import cross_entropy
-from jshard.layers.abstract import abstract
+from jshard.layers.creating import abstract
 from jshard.layouts.layout import Layout
 from jshard.signals.active_config import configuration, mesh
 

@@ -17,7 +17,7 @@ import jshard
 from jshard.cli import main
 from jshard.inspect.plan.planning import mesh_on, moved_to
 from jshard.inspect.plan.topology import Topology
-from jshard.layers.abstract import abstract
+from jshard.layers.creating import abstract
 from jshard.signals.active_config import unload
 
 MODULE = """

@@ -19,7 +19,7 @@ from jshard.inspect.plan.added import with_added
 from jshard.inspect.plan.aot import LIMIT
 from jshard.inspect.plan.planning import planned
 from jshard.inspect.verify import Verification, verify
-from jshard.layers.abstract import abstract, created
+from jshard.layers.creating import abstract, created
 from jshard.layers.layer import model_arrays, parameters_by_path
 from jshard.layers.program_claims import is_run_by_claims
 from jshard.layers.sharding import shard

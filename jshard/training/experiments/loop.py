@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import layers
 from jshard.inspect.verify.inputs import Named, named_leaves
-from jshard.layers.accumulation import accumulated
+from jshard.layers.gradients import accumulated
 from jshard.layers.sharding import objective_of, partitioned
 from jshard.layers.user_code_errors import as_user_error
 from jshard.training.data.batches import Placement, padded

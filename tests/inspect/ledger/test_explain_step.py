@@ -23,7 +23,7 @@ from jshard.cli.target import Target
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.ledger import Ledger
 from jshard.inspect.plan import explain
-from jshard.layers.abstract import abstract
+from jshard.layers.creating import abstract
 from jshard.layouts.mesh import absent_mesh
 from jshard.signals.active_config import mesh, on_mesh, unload
 from jshard.training.experiments.experiment import Experiment

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.layers.accumulation import accumulated
+from jshard.layers.gradients import accumulated
 from jshard.signals import active_config as current
 from jshard.training.experiments.experiment import Experiment
 from tests.support import cases, plain
