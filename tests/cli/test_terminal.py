@@ -156,7 +156,6 @@ JSON = {
     "diff compiled": ("jshard.diff-plan/1", ["changes", "same"]),
     "check": ("jshard.check/1", ["configurations", "ok"]),
     "verify": ("jshard.verify/1", ["findings", "ok"]),
-    "report": ("jshard.report/1", ["arrays", "ledger"]),
 }
 
 

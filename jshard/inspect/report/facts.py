@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from jshard.errors import Location
 from jshard.inspect.ledger.ledger import Ledger
-from jshard.inspect.plan.result import Plan
 
 PARAMETER = "parameter"
 GRADIENT = "gradient"
@@ -106,7 +105,6 @@ class Facts:
     ledger: Ledger
     texts: Mapping[str, Sequence[str]]  # the lines of each file of the configuration
     settings: frozenset[Location] = frozenset()  # lines about the experiment, where no word means a mesh axis
-    plan: Plan | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -137,12 +135,4 @@ class Facts:
         for array in some:
             for device, tile in zip(sums, array.tiles(self.mesh), strict=True):
                 device[array.kind] += array.bytes_each if tile is not None else 0
-        return sums
-
-    def memory_by_signal(self) -> dict[str, dict[str, int]]:
-        """Bytes at rest on a device that holds a part of everything, by signal and kind."""
-        sums: dict[str, dict[str, int]] = {}
-        for array in self.of(*AT_REST):
-            kinds = sums.setdefault(array.signal, dict.fromkeys(AT_REST, 0))
-            kinds[array.kind] += array.bytes_each
         return sums

@@ -41,7 +41,7 @@ class TrainingProgram(Protocol):
     def first_batch(self) -> tuple[Any, ...]: ...
 
 
-def facts_of_experiment(experiment: TrainingProgram, plan: object = None) -> Facts:
+def facts_of_experiment(experiment: TrainingProgram) -> Facts:
     """The facts of a whole training step."""
     present = experiment.configuration
     train = present.train
@@ -54,10 +54,10 @@ def facts_of_experiment(experiment: TrainingProgram, plan: object = None) -> Fac
     batch_words = [f"batch {train['batch']}"] if "batch" in train else []
     about = (*named, *batch_words)
     traced = Traced(objective, (experiment.model, *batch), {})
-    return _facts(present.source, about, laid, traced, experiment.explain(), plan)
+    return _facts(present.source, about, laid, traced, experiment.explain())
 
 
-def facts_of_function(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan: Any = None) -> Facts:
+def facts_of_function(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:
     """The facts of `f(*args, **kwargs)`."""
     named = {**{f"argument {number}": arg for number, arg in enumerate(args)}, **kwargs}
     models = {name: arg for name, arg in {**named, "": f}.items() if isinstance(arg, nnx.Module)}
@@ -71,12 +71,10 @@ def facts_of_function(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     traced = Traced(f, args, kwargs)
     present = current.configuration()
     title, about = getattr(f, "__qualname__", None) or type(f).__name__, () if present is None else (present.source,)
-    return _facts(title, about, laid, traced, with_added(ledger_of(traced, traced.nodes), traced), plan)
+    return _facts(title, about, laid, traced, with_added(ledger_of(traced, traced.nodes), traced))
 
 
-def _facts(
-    title: str, about: tuple[str, ...], laid: list[Laid], traced: Traced, ledger: Ledger, plan: Any
-) -> Facts:  # fmt: skip
+def _facts(title: str, about: tuple[str, ...], laid: list[Laid], traced: Traced, ledger: Ledger) -> Facts:
     """Add the arrays between the layers of the traced forward, and what the loaded configuration says."""
     present = current.configuration()
     arrays = (*laid, *_activations(traced.forward().jaxpr))
@@ -85,7 +83,7 @@ def _facts(
     mesh = current.mesh() if is_placed else max(meshes, key=lambda mesh: mesh.size, default=None)
     places = [] if present is None else present.train_places.values()
     settings = frozenset(Location(place.source, place.line) for place in places)
-    return Facts(title, about, mesh, arrays, ledger, {} if present is None else _texts(present), settings, plan)
+    return Facts(title, about, mesh, arrays, ledger, {} if present is None else _texts(present), settings)
 
 
 # -- arrays --

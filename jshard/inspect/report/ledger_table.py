@@ -115,31 +115,6 @@ def claims_table(facts: Facts) -> Markup | None:
     return table("claims", head, rows, numbers=()) if facts.ledger.claims else None
 
 
-def by_axis(facts: Facts, colours: Colours) -> Markup | None:
-    """The wire bytes of a step as one bar, a part for each mesh axis."""
-    sums, counts = facts.ledger.by("mesh_axes"), facts.ledger.counts("mesh_axes")
-    step_total = facts.ledger.total
-    if not step_total:
-        return None
-    parts, legend = [], []
-    for names, total in sorted(sums.items(), key=lambda each: -each[1]):
-        first, *_ = names.split(", ")
-        parts.append((f"fill {colours.of(first)}", total, None))
-        legend.append(
-            element(
-                "li",
-                [colours.chip(name, _group(facts, name)) for name in names.split(", ")],
-                element("b", measured(total)),
-                element("span", times(counts[names], "collective"), class_="quiet"),
-            )
-        )
-    return element("div", stack(parts, step_total), element("ul", legend, class_="legend"), class_="by-axis")
-
-
-def _group(facts: Facts, name: str) -> int | None:
-    return facts.mesh.shape.get(name) if facts.mesh is not None else None
-
-
 def _notes(facts: Facts) -> Markup | None:
     ledger, notes = facts.ledger, []
     if not all(line.count_known for line in ledger):

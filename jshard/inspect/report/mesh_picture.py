@@ -1,17 +1,17 @@
-"""The mesh as a picture: rows of cells, a cell for each device, in which the script shows what it holds."""
+"""The mesh as a picture: a cell for each device, in which the script shows what it holds of the array that one chooses."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from jshard.inspect.report.drawing import gradients
-from jshard.inspect.report.facts import Facts
+from jshard.inspect.report.facts import Facts, Laid
 from jshard.printing.markup import Markup, element, joined
-from jshard.printing.pages.words import Colours
+from jshard.printing.pages.words import Colours, linked, measured
 
 ACROSS = 16  # devices side by side
 MOST_DEVICES = 1024  # drawn; of a larger mesh the first ones, which is said
@@ -60,7 +60,7 @@ def mesh_picture(facts: Facts, colours: Colours) -> Markup:
     left_out = f"The first {drawn:,} of {facts.devices:,} devices are drawn." if drawn < facts.devices else ""
     return joined(
         [
-            element("svg", gradients(facts, colours), width=0, height=0, class_="fills", aria_hidden="true"),
+            element("svg", _gradients(facts, colours), width=0, height=0, class_="fills", aria_hidden="true"),
             element("ol", says if name else None, rows, class_="mesh"),
             element("p", id="folded", class_="quiet"),
             element("p", left_out, class_="quiet") if left_out else None,
@@ -96,3 +96,122 @@ def _device(number: int, x: float, cell: float) -> Markup:
         data_device=number,
         data_room=" ".join(f"{value:.5g}" for value in box),
     )
+
+
+# -- an array on it --
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """An array as a rectangle of parts: its last axis runs right; its second to last, and every earlier axis that is split,
+    nested, run down."""
+
+    down_axes: tuple[int, ...]
+    rows: int
+    columns: int
+    aspect: float  # height over width
+
+    @classmethod
+    def of(cls, array: Laid) -> Picture:
+        if not array.shape:
+            return cls((), 1, 1, 1.0)
+        last = len(array.shape) - 1
+        down = tuple(axis for axis in range(last) if axis == last - 1 or array.axes[axis])
+        aspect = 0.18
+        if last:
+            ratio = array.shape[last - 1] / max(1, array.shape[last])
+            aspect = round(min(1.3, max(0.34, ratio**0.5)), 3)
+        return cls(down, math.prod(array.ways[axis] for axis in down), array.ways[last], aspect)
+
+    def part(self, tile: tuple[int, ...] | None, array: Laid) -> int:
+        """Number a device's part, row by row as the array is drawn; -1 when it holds none."""
+        if tile is None:
+            return -1
+        row = 0
+        for axis in self.down_axes:
+            row = row * array.ways[axis] + tile[axis]
+        return row * self.columns + tile[-1] if tile else 0
+
+
+class Pictures:
+    """Collects the arrays that a page lets one choose: numbers of each for the script, and its axes in words. What looks alike
+    is there once, so that a page does not grow with the depth of a model."""
+
+    def __init__(self, facts: Facts, colours: Colours):
+        self.facts, self.colours = facts, colours
+        self.fills = fills(facts)
+        self.arrays: list[dict[str, object]] = []
+        self.captions: dict[Markup, int] = {}
+        self.layouts: dict[tuple[int, ...], int] = {}
+
+    def number(self, array: Laid) -> int:
+        """Return the number by which a button names this array."""
+        drawn, split = Picture.of(array), split_by(array, self.facts)
+        parts = tuple(drawn.part(tile, array) for tile in array.tiles(self.facts.mesh))
+        caption = _caption(array, drawn, self.facts, self.colours)
+        self.arrays.append(
+            {
+                **dataclasses.asdict(drawn),
+                "name": ".".join(array.path),
+                "shape": array.shape,
+                "ways": array.ways,
+                "fill": self.fills.index(split),
+                "split": bool(split),
+                "bytes": array.bytes_each,
+                "caption": self.captions.setdefault(caption, len(self.captions)),
+                "layout": self.layouts.setdefault(parts, len(self.layouts)),
+            }
+        )
+        return len(self.arrays) - 1
+
+    @property
+    def fields(self) -> dict[str, object]:
+        return {"arrays": self.arrays, "layouts": list(self.layouts)}
+
+    def templates(self) -> list[Markup]:
+        return [element("template", words, id=f"caption{number}") for words, number in self.captions.items()]
+
+
+def _caption(array: Laid, drawn: Picture, facts: Facts, colours: Colours) -> Markup:
+    """Write the axes of an array, each with the direction that it is drawn in, and what it weighs."""
+    rows = []
+    for axis, (length, local, names) in enumerate(zip(array.shape, array.local, array.axes, strict=True)):
+        arrow = "→" if axis == len(array.shape) - 1 else "↓" if axis in drawn.down_axes else "·"
+        over = [colours.chip(name, array.mesh.shape[name]) for name in names]
+        parts = f"{length // local:,} parts of {local:,}" if local != length else "whole"
+        rows.append(
+            element(
+                "li",
+                element("span", arrow, class_="arrow", aria_hidden="true"),
+                element("span", f"axis {axis} of {length:,}", class_="what"),
+                element("span", over or None, f" {parts}"),
+            )
+        )
+    axes = element("ul", rows or element("li", "a single number, whole everywhere"), class_="axes")
+    weight = measured(array.bytes_each), " on each of its devices, ", measured(array.bytes_whole), " in all"
+    place = [" · ", linked(array.place, facts.sources)] if array.place else None
+    return joined([axes, element("p", array.dtype, ", ", *weight, place, class_="quiet")])
+
+
+def _gradients(facts: Facts, colours: Colours) -> Markup:
+    """Make a fill for every set of mesh axes that splits an array: their colours, side by side."""
+    found = []
+    for number, names in enumerate(fills(facts)):
+        stops = []
+        for place, name in enumerate(names):
+            for edge in (place, place + 1):
+                offset = f"{100 * edge / len(names):.0f}%"
+                stops.append(element("stop", offset=offset, class_=f"stop {colours.of(name)}"))
+        found.append(element("linearGradient", stops, id=f"fill{number}", x1=0, y1=0, x2=1, y2=1))
+    return element("defs", found)
+
+
+def fills(facts: Facts) -> list[tuple[str, ...]]:
+    """List every set of mesh axes that splits some array, in the order of the mesh; the empty one first."""
+    sets = dict.fromkeys(split_by(array, facts) for array in facts.arrays)
+    return sorted(sets, key=lambda names: (len(names), names))
+
+
+def split_by(array: Laid, facts: Facts) -> tuple[str, ...]:
+    used = {name for names in array.axes for name in names}
+    return tuple(name for name in facts.mesh_axes if name in used) + tuple(sorted(used - set(facts.mesh_axes)))

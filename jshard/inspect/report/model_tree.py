@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jshard.inspect.report.drawing import glyph
 from jshard.inspect.report.facts import ACTIVATION, BATCH, OPTIMIZER, OTHER, PARAMETER, Facts, Laid
-from jshard.inspect.report.pictures import Pictures
+from jshard.inspect.report.mesh_picture import Pictures
 from jshard.printing.markup import Markup, element
 from jshard.printing.pages.words import Colours, breakable, linked, measured, times
 
@@ -125,7 +124,6 @@ class _Tree:
     def row(self, name: str, array: Laid) -> Markup:
         button = element(
             "button",
-            glyph(array, self.pictures.colours),
             breakable(name),
             layout(array, self.pictures.colours),
             type="button",

@@ -78,7 +78,7 @@
     const last = array.shape.length - 1, part = Array(array.shape.length).fill(0);
     part[last] = held % array.columns;
     let row = Math.floor(held / array.columns);
-    for (const axis of [...array.down].reverse()) { part[axis] = row % array.ways[axis]; row = Math.floor(row / array.ways[axis]); }
+    for (const axis of [...array.down_axes].reverse()) { part[axis] = row % array.ways[axis]; row = Math.floor(row / array.ways[axis]); }
     const words = array.shape.flatMap((size, axis) => {
       const step = size / array.ways[axis];
       return array.ways[axis] === 1 ? [] : [`${part[axis] * step}–${(part[axis] + 1) * step - 1} of axis ${axis}`];
@@ -93,17 +93,11 @@
       cell.classList.toggle("at", other === number);
       cell.classList.toggle("same", held >= 0 && tileOf(array, other) === held);
     });
-    const hit = one("#chosen-sheet .hit"), edge = one("#chosen-sheet .edge");
-    const [x, y, width, height] = ["x", "y", "width", "height"].map((key) => Number(edge.getAttribute(key)));
     const said = one("#said");
     if (held < 0) {
-      place(hit, x, y, 0, 0);
       said.textContent = `Device ${number} (${facts.devices[number]}) holds nothing of it.`;
       return;
     }
-    const row = Math.floor(held / array.columns), column = held % array.columns;
-    place(hit, x + width * column / array.columns, y + height * row / array.rows, width / array.columns, height / array.rows);
-    hit.setAttribute("fill", array.split ? `url(#fill${array.fill})` : "var(--soft)");
     const copies = facts.layouts[array.layout].flatMap((tile, other) => (tile === held && other !== number ? [other] : []));
     const list = copies.length > 8 ? `${copies.slice(0, 6).join(", ")} and ${copies.length - 6} more` : copies.join(", ");
     const also = copies.length ? ` So ${copies.length === 1 ? "does device" : "do devices"} ${list}.` : " No other device does.";
@@ -115,9 +109,7 @@
     const array = facts.arrays[number];
     all(".pick").forEach((button) => button.setAttribute("aria-pressed", String(Number(button.dataset.array) === number)));
     one("#chosen-name").replaceChildren(...breakable(array.name));
-    const sheet = one(`#sheet${array.sheet}`).content.cloneNode(true);
-    one("#chosen-sheet").replaceChildren(one("svg", sheet));
-    one("#chosen-caption").replaceChildren(...sheet.childNodes);
+    one("#chosen-caption").replaceChildren(one(`#caption${array.caption}`).content.cloneNode(true));
     fold(array);
     draw(array);
     const strip = strips.find(({ devices }) => devices.includes(device));

@@ -114,7 +114,7 @@ def section(identity: str, title: str, says: str | None, *content: Markup | None
     return element("section", element("h2", title, id=heading), words, content, id=identity, aria_labelledby=heading)
 
 
-def stack(parts: Iterable[tuple[str, float, str | None]], total: float, *above: Markup, track: bool = False) -> Markup:
+def stack(parts: Iterable[tuple[str, float, str | None]], total: float, *, track: bool = False) -> Markup:
     """Draw lengths end to end from zero, as parts of `total` = 1000: the class of each, its length, its tooltip."""
     x, drawn = 0.0, [element("rect", width=1000, height=16, class_="track")] if track else []
     for class_, length, tip in parts:
@@ -124,7 +124,7 @@ def stack(parts: Iterable[tuple[str, float, str | None]], total: float, *above: 
             drawn.append(element("rect", says, x=x, width=max(5.0, width - 1.5), height=16, class_=class_))
         x += width
     box = {"viewBox": "0 0 1000 16", "preserveAspectRatio": "none"}
-    return element("svg", drawn, above, **box, class_="split", aria_hidden="true")
+    return element("svg", drawn, **box, class_="split", aria_hidden="true")
 
 
 def legend(entries: Iterable[tuple[str, Child, Child]]) -> Markup:
@@ -145,24 +145,23 @@ def table(
     rows: Iterable[Iterable[Child]],
     *,
     numbers: Collection[int],
-    foot: tuple[int, Sequence[Child]] | None = None,
 ) -> Markup:
-    """Make a table that scrolls sideways in a narrow window, its columns `numbers` to the right. The first cell of `foot`
-    spans so many columns."""
+    """Make a table that scrolls sideways in a narrow window, its columns `numbers` to the right."""
 
-    def row(words: Iterable[Child], heads: int, scope: str, span: int = 1) -> Markup:
+    def row(words: Iterable[Child], heads: int, scope: str) -> Markup:
         cells = []
         for at, word in enumerate(words):
-            n = "n" if at + (span - 1 if at else 0) in numbers else None
-            head = {"scope": scope, "colspan": span if span > 1 and not at else None} if at < heads else {}
-            cells.append(element("th" if at < heads else "td", word, class_=n, **head))
+            class_ = "n" if at in numbers else None
+            if at < heads:
+                cells.append(element("th", word, class_=class_, scope=scope))
+            else:
+                cells.append(element("td", word, class_=class_))
         return element("tr", cells)
 
     made = element(
         "table",
         element("thead", row(head, len(head), "col")),
         element("tbody", [row(words, 1, "row") for words in rows]),
-        element("tfoot", row(foot[1], 1, "row", foot[0])) if foot else None,
         class_="plain-table",
     )
     return element("div", made, class_="scroller", tabindex=0, role="region", aria_label=label)

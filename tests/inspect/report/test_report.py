@@ -7,7 +7,6 @@ import base64
 import dataclasses
 import hashlib
 import html
-import json
 import math
 import os
 import re
@@ -23,25 +22,17 @@ from jax.sharding import PartitionSpec as P
 from jshard.cli.experiment import sketched
 from jshard.cli.target import Target
 from jshard.errors import JShardError, Location
-from jshard.inspect.compiled.collective import Large
 from jshard.inspect.ledger import Ledger, Line
 from jshard.inspect.ledger.entries import joined
-from jshard.inspect.plan.aot import Compiled
-from jshard.inspect.plan.comparison import Comparison, Deviation, Row
-from jshard.inspect.plan.estimate import Estimate, TimePart
-from jshard.inspect.plan.memory import Memory
-from jshard.inspect.plan.result import Plan
-from jshard.inspect.plan.topology import Topology
 from jshard.inspect.report import report
-from jshard.inspect.report.drawing import lines, picture
 from jshard.inspect.report.facts import Facts, Laid
-from jshard.inspect.report.mesh_picture import ACROSS, MOST_DEVICES, Strip, strips
-from jshard.inspect.report.page import page
+from jshard.inspect.report.html_report import page
+from jshard.inspect.report.mesh_picture import ACROSS, MOST_DEVICES, Picture, Strip, strips
 from jshard.inspect.report.source import costs
 from jshard.kernels import all_reduce
 from jshard.layouts.mesh import absent_mesh
 from jshard.printing.markup import data, element
-from jshard.printing.pages.words import PALETTE, Colours, amount, size
+from jshard.printing.pages.words import PALETTE, amount, size
 from jshard.programs.provenance import Cause
 from jshard.signals.active_config import unload
 from tests.support.browser import Window
@@ -136,9 +127,9 @@ def test_report_merges_lines_that_differ_in_nothing_but_their_count(ledger):
 
 def test_report_memory_is_that_of_the_ledger(told, ledger):
     facts = told[0].facts
-    by_signal = {signal: sum(kinds.values()) for signal, kinds in facts.memory_by_signal().items()}
-    assert by_signal == {rest.signal: rest.total for rest in ledger.memory}
     assert [sum(device.values()) for device in facts.memory] == [ledger.held] * 8
+    at_rest = {place and place.line: cost.rest for place, cost in costs(facts).items() if cost.rest}
+    assert at_rest == {rest.place and rest.place.line: rest.total for rest in ledger.memory}
     assert numbers(told[0].html, "rest") == [ledger.held]
 
 
@@ -163,93 +154,6 @@ def test_report_lists_every_kind_of_array_with_its_layout(told):
 def test_report_folds_modules_that_look_alike(told):
     text = told[0].html
     assert "0 … 2" in text and "3 alike, 4 arrays each" in text
-
-
-def test_report_without_a_plan_says_so_and_what_to_type(told):
-    assert "Not planned: nothing was compiled" in told[0].html
-    assert "<code>jshard report stack.yaml --topology cpu:8</code>" in told[0].html
-
-
-def planned(**changes) -> Plan:
-    place = Location("stack.yaml", 7)
-    rows = (
-        Row(place, "up", "forward", "all_gather", ("data",), "", 4, 2, 4096, 2048, 2048, 2,
-            (Deviation("dropped", 2, "2 dropped"),)),
-        Row(None, "-", "backward", "all_reduce", ("tensor",), "", 0, 1, 0, 100, 0, 0,
-            (Deviation("added", 1, "1 that nobody asked for"),)),
-        Row(place, "up", "backward", "reduce_scatter", ("data",), "", 1, 1, 50, 50, 0, 0),
-    )  # fmt: skip
-    memory = Memory({"arguments": 600, "temporaries": 500}, 1100, 1000, (), (Large(500, "f32[125]", "up"),))
-    estimate = Estimate((TimePart("arithmetic", "10 FLOP in bfloat16", 10, 197e12),), "the data sheet")
-    plain = {
-        "topology": Topology.of("v5e:2x4"), "mesh": {"data": 2}, "asked": Ledger(()), "got": (), "comparison": Comparison(rows),
-        "memory": memory, "estimate": estimate, "compilers": "jax 1", "seconds": 2.5, "cached": False,
-        "compiled": Compiled("", {}, 2.5),
-    }  # fmt: skip
-    return Plan(**{**plain, **changes})
-
-
-def words(markup: str) -> str:
-    return html.unescape(re.sub(r"<[^>]+>", "|", markup))
-
-
-def test_report_with_a_plan_shows_both_sides_and_each_difference(told):
-    text = page(dataclasses.replace(told[0].facts, plan=planned()))
-    assert (numbers(text, "asked"), numbers(text, "got")) == ([4146], [2198])
-    shown = re.sub(r"\|+", "|", words(text[text.index('id="plan"') :]))
-    assert "v5e:2x4 (8 devices of TPU v5 lite), compiled in 2.5 s by jax 1." in shown
-    assert "does not fit: 1.07 KiB of 1,000 B per device (110 %), 100 B too much" in shown
-    assert (
-        "|stack.yaml:7|up|forward|all-gather|data|4|2|4.00 KiB|2.00 KiB|2 dropped|2.00 KiB hidden under work|" in shown
-    )
-    assert "|–|no signal|backward|all-reduce|tensor|0|1|0 B|100 B|1 that nobody asked for|" in shown
-    assert "|stack.yaml:7|up|backward|reduce-scatter|data|1|1|50 B|50 B|as asked|" in shown
-    assert "|Total|5|4|4.05 KiB|2.15 KiB|2 differences|" in shown
-    assert (
-        "|arithmetic|10 FLOP in bfloat16|197 TFLOP/s|" in shown
-        and "A model, not a measurement: work + wait, by a walk" in shown
-    )
-    assert "Not planned" not in text
-
-
-def test_report_of_a_program_too_large_to_compile_says_so(told):
-    text = page(dataclasses.replace(told[0].facts, plan=planned(comparison=None, estimate=None)))
-    assert "The program was too large to be compiled to its end: there is no text to compare with." in text
-    assert "does not fit" in text and numbers(text, "got") == []
-
-
-@pytest.mark.slow
-def test_report_command_compiles_for_a_topology(tmp_path, monkeypatch):
-    (tmp_path / "stack.yaml").write_text(YAML)
-    (tmp_path / "report_model.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    from jshard.cli import main
-
-    try:
-        assert main(["report", "stack.yaml", "--topology", "cpu:8"]) == 0
-    finally:
-        unload()
-    text = (tmp_path / "report.html").read_text()
-    assert numbers(text, "asked") == numbers(text, "wire")[:1] != [0]
-    assert "cpu:8 (8 devices, pretended)" in text
-
-
-def test_report_is_one_document_as_json(told, ledger):
-    document = json.loads(told[0].to_json())
-    assert list(document) == ["schema", "title", "mesh", "arrays", "memory", "ledger", "plan"]
-    assert (document["schema"], document["mesh"], document["plan"]) == (
-        "jshard.report/1",
-        {"data": 2, "tensor": 4},
-        None,
-    )
-    assert document["ledger"] == json.loads(ledger.to_json())
-    assert sum(document["memory"][0].values()) == ledger.held
-    kernel = next(array for array in document["arrays"] if array["path"] == ["layers", "0", "up", "kernel"])
-    assert kernel == {
-        "kind": "parameter", "path": ["layers", "0", "up", "kernel"], "signal": "layers/up", "shape": [16, 32],
-        "dtype": "float32", "axes": [[], ["tensor"]], "local": [16, 8], "place": "stack.yaml:7", "bytes": 512,
-    }  # fmt: skip
 
 
 def test_report_is_one_line_when_printed(told, ledger):
@@ -333,11 +237,10 @@ def test_tiles_of_a_slice_of_the_mesh_are_on_its_devices_only(mesh):
 
 def test_picture_runs_the_last_axis_right_and_nests_split_ones_above():
     grid = absent_mesh({"a": 2, "b": 4, "c": 3})
-    drawn = picture(laid(shape=(8, 5, 7, 12), axes=(("a",), (), (), ("b", "c")), mesh=grid))
-    assert (drawn.down, drawn.right, drawn.down_axes) == ([("a", 2)], [("b", 4), ("c", 3)], (0, 2))
-    colours = Colours(("a", "b", "c"))
-    borders = [(round(at * 12), colour) for at, colour, _ in lines(drawn.right, colours)]
-    assert borders == [(n, "ax1" if n % 3 == 0 else "ax2") for n in range(1, 12)]
+    array = laid(shape=(8, 5, 7, 12), axes=(("a",), (), (), ("b", "c")), mesh=grid)
+    drawn = Picture.of(array)
+    assert (drawn.down_axes, drawn.rows, drawn.columns) == ((0, 2), 2, 12)
+    assert [drawn.part(tile, array) for tile in array.tiles(grid)] == list(range(24))
 
 
 @pytest.mark.parametrize(
@@ -690,7 +593,7 @@ LONG = "decoder/self_attention/output_projection"
 
 
 def pod(**changes) -> Facts:
-    """What a page about 256 devices tells: arrays split by either mesh axis and by both, long names, a plan."""
+    """What a page about 256 devices tells: arrays split by either mesh axis and by both, long names."""
     grid, place = absent_mesh({"tensor": 2, "data": 128}), Location("configs/decoder_large.yaml", 2)
     split = {"by_tensor": ((), ("tensor",)), "by_data": (("data",), ()), "by_both": (("data",), ("tensor",))}
     facts = Facts(
@@ -705,7 +608,6 @@ def pod(**changes) -> Facts:
             line(cause=Cause(phase="backward", asked=False), mesh_axes=("data", "tensor"), group=256),
         )),
         texts={place.source: ("jshard: {mesh: {tensor: 2, data: 128}}", f"{LONG}: {{row: data, reduction: tensor}}")},
-        plan=planned(),
     )  # fmt: skip
     return dataclasses.replace(facts, **changes)
 
@@ -798,10 +700,10 @@ def test_browser_bars_begin_at_zero(large):
         "[...document.querySelectorAll('svg.split')].map(bar => [bar, [...bar.querySelectorAll('rect')].find(r => !r.matches('.track'))]"
         ".map(e => e.getBoundingClientRect().left))"
     )
-    assert len(ends) > 6 and [bar for bar, first in ends if abs(bar - first) > 0.5] == []
+    assert len(ends) == 6 and [bar for bar, first in ends if abs(bar - first) > 0.5] == []
 
 
 def test_browser_shows_the_priced_configuration_first(window):
     ids = "[...document.querySelectorAll('main section')].map(section => section.id)"
-    assert window.js(ids) == ["source", "places", "ledger-section", "memory", "plan"]
+    assert window.js(ids) == ["source", "places", "ledger-section", "memory"]
     assert window.js("[...document.querySelectorAll('nav a')].map(link => link.hash.slice(1))") == window.js(ids)

@@ -1,0 +1,102 @@
+"""What each device holds at rest, as bars, and what each stage of a pipeline holds, keeps and sends."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from jshard.inspect.ledger.entries import Staged
+from jshard.inspect.report.facts import AT_REST, PARAMETER, Facts
+from jshard.printing.markup import Child, Markup, element
+from jshard.printing.pages.shell import legend, stack, table
+from jshard.printing.pages.words import measured, size
+from jshard.schedules import Cost, sends
+from jshard.schedules.cost import gradients_kept, inputs_kept, left_kept
+from jshard.schedules.drawing import drawn
+
+MOST_BARS = 16
+PLURAL = {"parameter": "parameters", "gradient": "gradients"}
+HEAD = (
+    "Stage", "Parameters", "At rest", "Microbatches kept", "Gradients kept", "Kept", "Sends forward", "Sends backward", "Sent",
+)  # fmt: skip
+
+
+def memory_bars(facts: Facts) -> Markup:
+    memory = facts.memory
+    most = max((sum(device.values()) for device in memory), default=0)
+    if not most:
+        return element("p", "The program holds nothing from one step to the next.", class_="quiet")
+    kinds = [kind for kind in AT_REST if any(device[kind] for device in memory)]
+    groups = [(n, n) for n in range(len(memory))] if len(memory) <= MOST_BARS else list(_alike(memory))
+    left_out = ""
+    if len(groups) > MOST_BARS:
+        groups, left_out = groups[:MOST_BARS], f"{len(groups) - MOST_BARS:,} more runs of devices are left out."
+    bars = [_bar(first, last, memory[first], most, kinds) for first, last in groups]
+    heaviest = {kind: measured(max(device[kind] for device in memory)) for kind in kinds}
+    return element(
+        "div",
+        legend((_colour(kind), PLURAL.get(kind, kind), heaviest[kind]) for kind in kinds),
+        element("ol", bars, class_="devices"),
+        element("p", left_out, class_="quiet") if left_out else None,
+        class_="memory",
+    )
+
+
+def _alike(memory: list[dict[str, int]]) -> Iterator[tuple[int, int]]:
+    """Find runs of neighbours that hold as much."""
+    for _, run in itertools.groupby(enumerate(memory), lambda each: each[1]):
+        numbers = [number for number, _ in run]
+        yield numbers[0], numbers[-1]
+
+
+def _bar(first: int, last: int, device: dict[str, int], most: int, kinds: list[str]) -> Markup:
+    name = f"device {first}" if first == last else f"devices {first:,}–{last:,}, each"
+    parts = [(_colour(kind), device[kind], f"{PLURAL.get(kind, kind)}: {size(device[kind])}") for kind in kinds]
+    total = element("b", measured(sum(device.values())))
+    return element("li", element("span", name, class_="who"), stack(parts, most), total)
+
+
+def _colour(kind: str) -> str:
+    return f"m{AT_REST.index(kind)}"
+
+
+# -- the stages of a pipeline --
+
+
+def stages(facts: Facts) -> Markup:
+    """Each pipeline of the program: figures by stage, then the picture."""
+    return element("div", [list(_of(facts, staged)) for staged in facts.ledger.stages])
+
+
+def _of(facts: Facts, staged: Staged) -> Iterator[Markup]:
+    yield element(
+        "p", f"{Cost(staged.table)}. What a stage holds is that of its device that holds most.", class_="says"
+    )
+    yield table(f"stages of {staged.table.name}", HEAD, list(_rows(facts, staged)), numbers=range(1, len(HEAD)))
+    yield drawn([Cost(staged.table)])
+
+
+def _rows(facts: Facts, staged: Staged) -> Iterator[list[Child]]:
+    grid = np.arange(facts.devices).reshape(tuple(facts.mesh.shape.values()))
+    axis, table = facts.mesh_axes.index(staged.mesh_axis), staged.table
+    sent = [line for line in facts.ledger if line.each is not None and line.mesh_axes == (staged.mesh_axis,)]
+    bytes_of = {phase: sum(line.payload for line in sent if line.phase == phase) for phase in ("forward", "backward")}
+    kept = [[max(ticks) for ticks in each(table)] for each in (inputs_kept, gradients_kept, left_kept)]
+    each = staged.kept or bytes_of["forward"]
+    for stage, (inputs, gradients, left, forward, backward) in enumerate(
+        zip(*kept, *sends(table).values(), strict=True)
+    ):
+        devices = [facts.memory[n] for n in np.take(grid, stage, axis).flat]
+        yield [
+            f"{stage}",
+            measured(max(device[PARAMETER] for device in devices)),
+            measured(max(sum(device.values()) for device in devices)),
+            f"{inputs:,}",
+            f"{gradients:,}",
+            measured(inputs * each + gradients * bytes_of["backward"] + left * staged.left),
+            f"{forward:,}",
+            f"{backward:,}",
+            measured(forward * bytes_of["forward"] + backward * bytes_of["backward"]),
+        ]
