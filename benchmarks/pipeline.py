@@ -20,8 +20,8 @@ from flax import nnx
 import jshard
 from jshard.inspect.plan import Topology, plan
 from jshard.inspect.plan.planning import mesh_on, moved_to
-from jshard.layers.accumulation import accumulated
 from jshard.layers.creating import abstract
+from jshard.layers.gradients import accumulated
 from jshard.schedules import KINDS, Table, generate
 from jshard.schedules.cost import percent, sends_alone
 from jshard.signals.active_config import configuration

@@ -44,7 +44,7 @@ def variant(
     import optax
     from flax import nnx
 
-    from jshard.layers.accumulation import accumulated
+    from jshard.layers.gradients import accumulated
 
     tokens, tx = decoder.drawn_tokens(sizes, rows, length), optax.adamw(1e-3)
     if kind == ONE:
