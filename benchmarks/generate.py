@@ -30,7 +30,7 @@ import jshard
 from benchmarks.quartiles import quartiles
 from jshard.inspect.compiled.hlo_text import NO_RESULT, HloProgram
 from jshard.inspect.plan.work import bytes_moved
-from jshard.layers.attending import attend
+from jshard.layers.attention import attend
 from jshard.printing.table import table
 from jshard.programs.flops import arithmetic_of
 from jshard.training import generation

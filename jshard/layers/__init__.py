@@ -1,7 +1,7 @@
 """Floor 3: Flax NNX modules and functions whose collectives are written out."""
 
-from jshard.layers.attending import attend as attend
 from jshard.layers.attention import Attention as Attention
+from jshard.layers.attention import attend as attend
 from jshard.layers.creating import create as create
 from jshard.layers.decoder import Decoder as Decoder
 from jshard.layers.gradients import value_and_grad as value_and_grad

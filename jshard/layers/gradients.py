@@ -18,7 +18,7 @@ from jax.tree_util import keystr
 from jshard.errors import JShardError, kind_of, multiples
 from jshard.kernels.all_reduction import all_reduce_coalesced
 from jshard.kernels.collectives import check_vma_enabled, pvary
-from jshard.layers.call_arguments import Arguments, is_node
+from jshard.layers.call_arguments import Arguments, is_array, is_node
 from jshard.layers.jitted import jit
 from jshard.layers.kernel_support import all_reduce_of
 from jshard.layers.layer import is_by_layers, model_arrays
@@ -27,7 +27,6 @@ from jshard.layers.reduce import mean
 from jshard.layers.sharding import call_of, partitioned, sharded
 from jshard.layers.strategy import Names, inside_shard_map
 from jshard.layers.user_code_errors import boundary, name_of
-from jshard.layers.written_back import is_array
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.paths import keys_of
@@ -338,9 +337,8 @@ def _in_turn(f: Callable[..., Any], model: Any, *batches: object) -> Any:
     graph, parameters, variables = nnx.split(model, nnx.Param, ...)
 
     def loss(parameters: object, variables: object, batch: Any) -> tuple[Any, Any]:
-        model = nnx.merge(
-            graph, parameters, jax.tree.map(lambda x: x, variables)
-        )  # of this trace, which may change them
+        own = jax.tree.map(lambda x: x, variables)  # of this trace, which may change them
+        model = nnx.merge(graph, parameters, own)
         value = f(model, *batch)
         return value, nnx.split(model, nnx.Param, ...)[2]
 

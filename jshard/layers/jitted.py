@@ -15,14 +15,13 @@ from jax._src.config import trace_context
 from jax.core import Tracer
 
 from jshard.errors import JShardError
-from jshard.layers.call_arguments import PARAMETER, Arguments, Path
+from jshard.layers.call_arguments import PARAMETER, Arguments, Path, WrittenBack, is_array
 from jshard.layers.call_cache import Snapshot, names, take
 from jshard.layers.layer import built_arrays, is_by_layers
 from jshard.layers.recording import Taken, recording
 from jshard.layers.sharding import as_sharded, check_program, shard
 from jshard.layers.uncreated import Uncreated, created
 from jshard.layers.user_code_errors import boundary, check_takes_its_models, in_own_words
-from jshard.layers.written_back import WrittenBack, is_array
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import slashed, words_of
 from jshard.layouts.redistribution import redistribute, replicated

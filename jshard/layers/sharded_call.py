@@ -23,15 +23,14 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from jshard.errors import JShardError
-from jshard.layers.active_signals import active_signals
-from jshard.layers.call_arguments import OUTSIDE, PARAMETER, VARIABLE, Arguments, Structure
+from jshard.layers.call_arguments import OUTSIDE, PARAMETER, VARIABLE, Arguments, Structure, WrittenBack
 from jshard.layers.layer import built_arrays
 from jshard.layers.linen import check_nothing_looks_like_parameters, has_params, is_callable_tree, trees_of_parameters
 from jshard.layers.partition import Input, Microbatches, Program
 from jshard.layers.partition.planner import whole
 from jshard.layers.pipeline.numbered import PipelinedPieces
 from jshard.layers.pipeline.stacked import Pipelined
-from jshard.layers.program_claims import program_claims
+from jshard.layers.program_claims import active_signals, program_claims
 from jshard.layers.recording import Taken, recorder
 from jshard.layers.uncreated import created
 from jshard.layers.user_code_errors import (
@@ -41,7 +40,6 @@ from jshard.layers.user_code_errors import (
     in_own_words,
     of_transformation,
 )
-from jshard.layers.written_back import WrittenBack
 from jshard.layouts.layout import Layout, check_divides
 from jshard.layouts.mesh import check_in_use
 from jshard.layouts.paths import slashed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,13 +15,17 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jshard.errors import JShardError, kind_of, quoted
+from jshard.layouts.index_ranges import boxes_of, holders, overlap
 from jshard.layouts.layout import Layout, Placement, as_layout
 from jshard.layouts.mesh import sizes_of
+from jshard.layouts.p2p import Parcel, carry, doors_of, is_shared, listed, parcels_of, without_mesh
 from jshard.layouts.paths import words_of
 from jshard.layouts.redistribution import as_array, redistribute, replicated
-from jshard.layouts.transfer import HOST, fewer, on_host, transfer
+from jshard.layouts.shard_buffers import Filling, taking
+from jshard.layouts.transfer_events import moved, where
 from jshard.signals.scope import signal
 
+HOST = "pinned_host"  # JAX's name for memory of the host that a device can reach
 To = Placement | Sharding | Mesh | jax.Device | Sequence[jax.Device | int] | str | enum.Enum
 
 
@@ -143,3 +148,57 @@ def _mesh_of(devices: Sequence[Any], leaves: Sequence[Any]) -> Mesh:
 def _label(path: Sequence[Any]) -> str:
     name = ".".join(word for word in words_of(path) if word != "raw_value")
     return f"jshard.place: {name}" if name else "jshard.place"
+
+
+# -- an array from the devices of one mesh to those of another, or between a device's memory and its host's --
+
+
+def transfer(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """The same numbers, lying as `sharding` says. A device gets only what it will hold, and one block of 1 MiB at a time;
+    between processes blocks travel as they do in `scatter`, and every process calls this."""
+    parcels: list[Parcel] = []
+    doors = doors_of(next(iter(sharding.device_set)).platform)
+    with without_mesh():
+        shared = is_shared("jshard.place", x, f"to {listed(sharding.device_set)}", doors)
+    moved("move", x.shape, x.dtype, where(x), sharding)
+    if sharding.memory_kind and x.sharding.memory_kind != sharding.memory_kind:
+        x = jax.device_put(x, x.sharding.with_memory_kind(sharding.memory_kind))
+    here, there = boxes_of(x.sharding, x.shape), boxes_of(sharding, x.shape)
+    if here == there:
+        return jax.device_put(x, sharding)
+    for box, wanting in holders(there).items():
+        for part, having in holders(here).items():
+            both = overlap(box, part)
+            if both is not None:
+                parcels += parcels_of(both, having if shared else wanting, wanting)  # else each has its own
+    with without_mesh():
+        filling = Filling(sharding, x.shape, x.dtype)
+        carry(parcels, doors, x.dtype.itemsize, taking(x), filling.put)
+        return filling.finished()
+
+
+def on_host(x: jax.Array) -> jax.Array:
+    """The same, in the memory of the hosts of its devices: still split as it was, and no longer in the devices' own."""
+    for device in x.sharding.device_set:
+        if HOST not in {memory.kind for memory in device.addressable_memories()}:
+            raise JShardError(
+                f"{device.device_kind} reaches no memory of its host through JAX",
+                hint="use jax.tree.map(jshard.gather, ...) for numpy arrays",
+            )
+    moved("move", x.shape, x.dtype, where(x), "the memory of its hosts")
+    return jax.device_put(x, x.sharding.with_memory_kind(HOST))
+
+
+def fewer(mesh: Mesh, devices: Sequence[Any], *, label: str) -> Mesh:
+    """A mesh of the same axes over these devices: the first mesh axes become as small as they have to."""
+    sizes, left = dict(mesh.shape), len(devices)
+    for name in reversed(sizes):
+        sizes[name] = math.gcd(sizes[name], left)
+        left //= sizes[name]
+    if left != 1:
+        raise JShardError(
+            f"{label} to {len(devices)} devices, over which the mesh {sizes_of(mesh)} can't be made smaller",
+            hint=f"give it a number of devices that divides {mesh.size}, or a mesh",
+        )
+    grid = np.array(list(devices), dtype=object).reshape(tuple(sizes.values()))
+    return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)

@@ -28,9 +28,8 @@ class Recipe:
     name: str  # with the line of the call
     jaxpr: Any
     operands: Sequence[Any]
-    known: Mapping[
-        Any, Any
-    ]  # the variables of the operands that are arrays, and of all small arrays computed from them
+    # the variables of the operands that are arrays, and of all small arrays computed from them
+    known: Mapping[Any, Any]
 
     @classmethod
     def of(cls, name: str, closed: ClosedJaxpr, operands: Sequence[Any]) -> Recipe:

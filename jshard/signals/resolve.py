@@ -175,10 +175,8 @@ class _Names:
             both = " and ".join(f"{quoted(each.name)} ({each.place})" for each in found[:2])
             which, hint = f"which both {both} match", "name one of the two"
         elif name in self.written:
-            which, hint = (
-                "which is only a template",
-                f"name a signal, or call it {quoted(name.lstrip('_') or 'layer1')}",
-            )
+            which = "which is only a template"
+            hint = f"name a signal, or call it {quoted(name.lstrip('_') or 'layer1')}"
         else:
             which = f"which is not in {self.source}"
             hint = did_you_mean(name, self.signals, "write the name of a signal")
@@ -233,40 +231,30 @@ def _signal(written: Written, head: dict[str, Any], faults: Faults) -> Signal:
     _check_output(signal, written.broken, faults)
     _check_match(signal, "mesh" in head, faults)
     if set(signal.expert) & set(signal.row) and signal.row[-len(signal.expert) :] != signal.expert:
-        fault = (
-            f"names mesh axis {quoted(signal.expert[0])} for expert, which stands not last in row ({signal.at('row')})"
-        )
-        hint = (
-            f"write row: [{', '.join([*(name for name in signal.row if name not in signal.expert), *signal.expert])}]"
-        )
-        faults.add((signal.name,), signal.at("expert"), fault, hint)
+        wrong = f"names mesh axis {quoted(signal.expert[0])} for expert, which stands not last in row"
+        row = [*(name for name in signal.row if name not in signal.expert), *signal.expert]
+        _add(faults, signal, "expert", f"{wrong} ({signal.at('row')})", f"write row: [{', '.join(row)}]")
     if signal.attention is not None and not signal.ring and "ring" not in written.broken:
-        fault = f"has attention: {signal.attention} without ring, so no device lacks a place"
-        faults.add((signal.name,), signal.at("attention"), fault, "name a mesh axis for ring, or remove attention")
+        wrong = f"has attention: {signal.attention} without ring, so no device lacks a place"
+        _add(faults, signal, "attention", wrong, "name a mesh axis for ring, or remove attention")
     return signal
+
+
+def _add(faults: Faults, of: Written | Signal, key: str, says: str, hint: str) -> None:
+    """Note a fault of a signal, at one of its keys."""
+    faults.add((of.name,), of.at(key), says, hint)
 
 
 def _store(written: Written, values: dict[str, Any], faults: Faults) -> dict[str, Any]:
     """Of parameters, whose state lies as they do, or of the state alone."""
-    place, fault, hint = written.at("store"), "", "write parameters: data"
     others = [key for key in values if key != "optimizer"]
     if others and "optimizer" in values:
-        other = others[0]
-        place, fault, hint = (
-            written.at(f"store.{other}"),
-            f"has store.{other} beside store.optimizer",
-            f"remove {other}",
-        )
+        wrong = f"has store.{others[0]} beside store.optimizer"
+        _add(faults, written, f"store.{others[0]}", wrong, f"remove {others[0]}")
     elif values.get("keep") and values.get("prefetch"):
-        place, fault, hint = (
-            written.at("store.keep"),
-            "has store.keep beside store.prefetch, which keeps nothing",
-            "remove one",
-        )
+        _add(faults, written, "store.keep", "has store.keep beside store.prefetch, which keeps nothing", "remove one")
     elif not (values.keys() & {"parameters", "optimizer"} or values.get("prefetch")) and "store" not in written.broken:
-        fault = "has store without parameters"
-    if fault:
-        faults.add((written.name,), place, fault, hint)
+        _add(faults, written, "store", "has store without parameters", "write parameters: data")
     return {{"parameters": "store"}.get(key, f"store_{key}"): value for key, value in values.items()}
 
 
@@ -275,14 +263,13 @@ def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, S
     staged = [signal for signal in signals.values() if signal.stage]
     asked, about, place = head.get("pipeline"), ("jshard", "pipeline"), reading.places.get("jshard.pipeline")
     if place is None:
+        none = "and there is no jshard.pipeline"
         for signal in staged:
-            fault = "says stage, and there is no jshard.pipeline"
             hint = "write jshard: {pipeline: {axis: stage}, train: {microbatches: 8}}"
-            faults.add((signal.name,), signal.at("stage"), fault, hint)
-        for signal in signals.values():
-            if signal.remat == "chunk":
-                fault = "says remat: chunk, of layers on the stages of a pipeline, and there is no jshard.pipeline"
-                faults.add((signal.name,), signal.at("remat"), fault, "write remat: full")
+            _add(faults, signal, "stage", f"says stage, {none}", hint)
+        for signal in (each for each in signals.values() if each.remat == "chunk"):
+            wrong = f"says remat: chunk, of layers on the stages of a pipeline, {none}"
+            _add(faults, signal, "remat", wrong, "write remat: full")
         return
     if asked is None or "jshard.pipeline" in reading.broken:
         return
@@ -291,52 +278,46 @@ def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, S
     if "microbatches" not in head.get("train", {}) and "jshard.train.microbatches" not in reading.broken:
         faults.add(about, place, "has no jshard.train.microbatches", "write train: {microbatches: 8} beside it")
     if not staged and ("mesh" in head or not any(signal.shard and signal.shard.workers for signal in signals.values())):
-        fault = "has no layers: no signal says stage"
-        faults.add(
-            about, place, fault, 'write layers: {stage: equal, match: ["blocks/**"]}, with the path of a jshard.stack'
-        )
+        hint = 'write layers: {stage: equal, match: ["blocks/**"]}, with the path of a jshard.stack'
+        faults.add(about, place, "has no layers: no signal says stage", hint)
     if head.get("axis_types") == "auto":
         fault = f"is beside axis_types: auto ({reading.places['jshard.axis_types']}), which leaves the program to XLA"
         faults.add(about, place, fault, "write axis_types: explicit")
     for signal in signals.values():
-        over = {key: signal.axes(key) for key in AXIS_KEYS if not key.startswith("store")} | {
-            "shard.mesh": signal.shard.mesh if signal.shard else ()
-        }
+        over = {key: signal.axes(key) for key in AXIS_KEYS if not key.startswith("store")}
+        over["shard.mesh"] = signal.shard.mesh if signal.shard else ()
         for key in (key for key, names in over.items() if asked.get("axis") in names):
-            fault = (
-                f"names mesh axis {quoted(asked['axis'])} for {key}, which has the stages of jshard.pipeline ({place})"
-            )
-            faults.add((signal.name,), signal.at(key), fault, "use another mesh axis")
+            has = f"which has the stages of jshard.pipeline ({place})"
+            wrong = f"names mesh axis {quoted(asked['axis'])} for {key}, {has}"
+            _add(faults, signal, key, wrong, "use another mesh axis")
 
 
 def _check_match(signal: Signal, has_mesh: bool, faults: Faults) -> None:
     """What claims parameters has one name, and places them on the mesh that all of a model lies on: in GT's form, which has
     none, lists of workers are its stages."""
     if signal.match and is_glob(signal.name):
-        fault = "has match, but its name is a glob, which means no one place"
-        faults.add((signal.name,), signal.at("match"), fault, "give it a name of its own")
+        wrong = "has match, but its name is a glob, which means no one place"
+        _add(faults, signal, "match", wrong, "give it a name of its own")
     if signal.match and signal.shard is not None and signal.shard.workers and has_mesh:
-        fault = f"has match beside shard.workers ({signal.at('shard.workers')}), which are a mesh of their own"
-        faults.add((signal.name,), signal.at("match"), fault, "write shard: {axis: 0, mesh: data}")
+        wrong = f"has match beside shard.workers ({signal.at('shard.workers')}), which are a mesh of their own"
+        _add(faults, signal, "match", wrong, "write shard: {axis: 0, mesh: data}")
 
 
 def _shard(written: Written, values: dict[str, Any], faults: Faults) -> Shard:
-    place, about = written.at("shard"), (written.name,)
     replicated = values.get("replicated", False)
     strategy = next((key for key in ("row", "column", "reduction") if written.values.get(key)), None)
     if strategy is not None:
-        fault = f"has shard beside {strategy} ({written.at(strategy)}), which say in two ways how arrays are split"
-        faults.add(about, place, fault, f"remove shard, or {strategy}")
+        wrong = f"has shard beside {strategy} ({written.at(strategy)}), which say in two ways how arrays are split"
+        _add(faults, written, "shard", wrong, f"remove shard, or {strategy}")
     beside = next((key for key in ("workers", "replicated") if f"shard.{key}" in written.places), None)
     if "mesh" in values and beside is not None:
-        fault = f"has shard.mesh beside shard.{beside} ({written.at(f'shard.{beside}')})"
-        faults.add(about, written.at("shard.mesh"), fault, "keep one of the two")
+        wrong = f"has shard.mesh beside shard.{beside} ({written.at(f'shard.{beside}')})"
+        _add(faults, written, "shard.mesh", wrong, "keep one of the two")
     if not replicated and "shard.axis" not in written.places and "shard" not in written.broken:
-        faults.add(about, place, "has shard without an axis", "write axis: 0, or replicated: true")
+        _add(faults, written, "shard", "has shard without an axis", "write axis: 0, or replicated: true")
     # GT writes an axis beside `replicated: true` and means nothing by it
-    return Shard(
-        None if replicated else values.get("axis"), values.get("workers") or None, values.get("mesh", ()), replicated
-    )
+    axis = None if replicated else values.get("axis")
+    return Shard(axis, values.get("workers") or None, values.get("mesh", ()), replicated)
 
 
 def _expect(written: Written, values: dict[str, int], faults: Faults) -> tuple[tuple[str, int], ...]:
@@ -344,8 +325,8 @@ def _expect(written: Written, values: dict[str, int], faults: Faults) -> tuple[t
     for word, count in values.items():
         name = COLLECTIVES.get(word, word)
         if name in found:
-            fault = f"expects both {found[name][0]} and {word}, which are one collective"
-            faults.add((written.name,), written.at(f"expect.{word}"), fault, "keep one")
+            wrong = f"expects both {found[name][0]} and {word}, which are one collective"
+            _add(faults, written, f"expect.{word}", wrong, "keep one")
         found[name] = (word, count)
     return tuple((name, count) for name, (_, count) in sorted(found.items()))
 
@@ -357,8 +338,8 @@ def _check_axes(signal: Signal, faults: Faults) -> None:
         for mesh_axis in sorted(both):
             early, late = sorted((first, second), key=lambda key: _line(signal.at(key)))
             keys = f"{late} and for {early} ({signal.at(early)})"
-            fault = f"names mesh axis {quoted(mesh_axis)} for {keys}, which would split {array} over it twice"
-            faults.add((signal.name,), signal.at(late), fault, "use another mesh axis for one of them")
+            wrong = f"names mesh axis {quoted(mesh_axis)} for {keys}, which would split {array} over it twice"
+            _add(faults, signal, late, wrong, "use another mesh axis for one of them")
 
 
 def _line(place: Location) -> tuple[int, int]:
@@ -376,4 +357,4 @@ def _check_output(signal: Signal, broken: set[str], faults: Faults) -> None:
         hint = f"name a mesh axis for {key}, or remove output"
     else:
         return
-    faults.add((signal.name,), signal.at("output"), f"has output: {signal.output} {fault}", hint)
+    _add(faults, signal, "output", f"has output: {signal.output} {fault}", hint)

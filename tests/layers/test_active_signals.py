@@ -16,7 +16,7 @@ from flax import nnx
 
 import jshard
 from jshard.errors import JShardError
-from jshard.layers.active_signals import active_signals
+from jshard.layers.program_claims import active_signals
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(8, 16)).astype(np.float32)

@@ -14,7 +14,7 @@ import jshard
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.plan import explain
 from jshard.layers import auto_strategy, choose
-from jshard.layers.auto_strategy import Candidate, Operand, choices
+from jshard.layers.matrix_product import Candidate, Operand, choices
 from jshard.layers.strategy import Strategy
 from jshard.runs import events
 

@@ -19,7 +19,7 @@ from jshard.cli.target import Target
 from jshard.errors import JShardError
 from jshard.layers.creating import abstract
 from jshard.layers.decoder import Block
-from jshard.layers.kv_cache import KVCache
+from jshard.layers.layer_stack import KVCache
 from jshard.programs.flops import arithmetic_of
 from jshard.programs.jaxprs import equations
 from jshard.signals.config import load_configuration

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jshard
-from jshard.layers.auto_strategy import Operand
+from jshard.layers.matrix_product import Operand
 from jshard.layouts import Layout
 from jshard.layouts.redistribution import as_array, plan_moves, redistribute
 from tests.support import cases

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard
+from jshard.layouts.gathering import on_host
 from jshard.layouts.p2p import listed
-from jshard.layouts.put import on_host
 from jshard.runs import events
 
 

@@ -16,7 +16,7 @@ import jshard
 from jshard.errors import JShardError
 from jshard.layouts import index_ranges as boxes
 from jshard.layouts import p2p as carry
-from jshard.layouts.put import on_host, put
+from jshard.layouts.gathering import on_host, put
 from tests.support.processes import join
 
 LAYOUTS = [(None, None), ("a", None), (None, ("b", "a")), ("a", "b")]  # replicated, rows, columns, both

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 
 from jshard.errors import Location
 from jshard.inspect.ledger.memory import on_a_device
-from jshard.layers.active_signals import active_signals
 from jshard.layers.layer import Layer
+from jshard.layers.program_claims import active_signals
 from jshard.programs.jaxprs import Jaxpr
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.signal import Signal

@@ -23,9 +23,9 @@ from jshard.inspect.verify.wide import widened
 from jshard.layers.layer import Path, model_arrays, parameter_of
 from jshard.layers.linen import positional_names
 from jshard.layers.sharded_call import alone
+from jshard.layouts.gathering import is_key, kind, on_host, put, raw, typed
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import key_of, slashed, words_of
-from jshard.layouts.put import is_key, kind, on_host, put, raw, typed
 from jshard.programs.jaxprs import Shaped, bare
 from jshard.signals.active_config import configuration
 from jshard.signals.claims import found_claims

@@ -18,8 +18,8 @@ from jshard.inspect.verify.inputs import Subject
 from jshard.inspect.verify.interpreter import Evaluation, quickly
 from jshard.inspect.verify.records import Note
 from jshard.inspect.verify.verification import in_words
+from jshard.layouts.gathering import on_host, raw
 from jshard.layouts.mesh import build_mesh
-from jshard.layouts.put import on_host, raw
 from jshard.programs.jaxprs import Eqn
 from jshard.signals.active_config import on_mesh
 

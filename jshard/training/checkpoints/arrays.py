@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jshard.errors import JShardError, printable
-from jshard.layouts.put import raw
+from jshard.layouts.gathering import raw
 from jshard.training.checkpoints.tensors.view import Stride
 
 BLOCK = 2**18  # numbers that are looked at together

@@ -25,8 +25,8 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from jshard.errors import FULL, JShardError, reason, refused
+from jshard.layouts.gathering import kind, raw, typed
 from jshard.layouts.paths import keys_of
-from jshard.layouts.put import kind, raw, typed
 from jshard.runs import events
 from jshard.runs.names import CONFIGURATION
 from jshard.training.checkpoints.arrays import like_raw, load, not_finite, prepare, save, warn_of_not_finite

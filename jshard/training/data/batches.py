@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jshard.errors import JShardError
+from jshard.layouts.gathering import canonical, put
 from jshard.layouts.layout import Layout
-from jshard.layouts.put import canonical, put
 from jshard.signals.signal import Signal
 from jshard.training.data.sources import Examples, Indexed, Selectable, Shuffled, Source, Stream, numbers
 from jshard.training.data.text import Packed

@@ -20,8 +20,8 @@ from jshard.inspect.verify.interpreter import Evaluation, quickly
 from jshard.inspect.verify.verification import PlainSteps
 from jshard.inspect.verify.wide import widened
 from jshard.layers.layer import AuxLoss
+from jshard.layouts.gathering import on_host, put, raw
 from jshard.layouts.paths import words_of
-from jshard.layouts.put import on_host, put, raw
 from jshard.programs.jaxprs import Shaped
 from jshard.signals.active_config import nothing_loaded
 from jshard.training.experiments.loop import TrainingStep

@@ -14,7 +14,7 @@ from flax import nnx
 import jshard
 from jshard.inspect.ledger import Ledger
 from jshard.inspect.ledger.unsplit import _listed, _splitting
-from jshard.layers.active_signals import active_signals
+from jshard.layers.program_claims import active_signals
 from jshard.programs.provenance import scope
 from jshard.signals.signal import Shard, Signal
 from tests.support import cases
