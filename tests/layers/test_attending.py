@@ -15,7 +15,7 @@ from flax import nnx
 
 import jshard
 from jshard.errors import JShardError
-from jshard.layers import attending, ring_attention
+from jshard.layers import attention, ring_attention
 from jshard.layers import ring as on_device
 from jshard.layers.partition.part import Part
 from jshard.programs.jaxprs import equations
@@ -114,8 +114,8 @@ def test_attend_is_attention_on_one_device_and_with_its_heads_split(how):
     ],
 )
 def test_queries_in_blocks_attend_as_all_at_once_and_make_fewer_scores(monkeypatch, how, most, least, blocks):
-    monkeypatch.setattr(attending, "BLOCK", most)
-    monkeypatch.setattr(attending, "LEAST", least)
+    monkeypatch.setattr(attention, "BLOCK", most)
+    monkeypatch.setattr(attention, "LEAST", least)
     jshard.unload()
     want = reference(how)
     model = lambda: Attention(nnx.Rngs(0), **HOW[how], implementation="blocks")

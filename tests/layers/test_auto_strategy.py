@@ -13,7 +13,7 @@ import pytest
 import jshard
 from jshard.inspect.compiled import wire_bytes
 from jshard.inspect.plan import explain
-from jshard.layers import auto_strategy, choose
+from jshard.layers import choose, matrix_product
 from jshard.layers.matrix_product import Candidate, Operand, choices
 from jshard.layers.strategy import Strategy
 from jshard.runs import events
@@ -226,7 +226,7 @@ def test_choice_and_its_price_are_told_outside_of_jit():
 
 def test_choice_that_splits_whole_arrays_gives_the_product(monkeypatch):
     """The same with small arrays, on a chip that multiplies slowly."""
-    monkeypatch.setattr(auto_strategy, "MULTIPLICATIONS_A_BYTE", 0.01)
+    monkeypatch.setattr(matrix_product, "MULTIPLICATIONS_A_BYTE", 0.01)
     jshard.load({"jshard": {"mesh": {"w": 4}}})
     result = jax.jit(jshard.matmul)(place(A, WHOLE), place(B, WHOLE))
     assert {shard.data.shape for shard in result.addressable_shards} == {(len(A) // 4, B.shape[1])}

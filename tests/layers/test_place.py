@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import jshard
 from jshard.errors import JShardError
+from jshard.layers import transfer
 from jshard.layouts import index_ranges as boxes
-from jshard.layouts import transfer
 from jshard.signals.active_config import unload
 from tests.support import cases
 

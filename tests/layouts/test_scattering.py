@@ -18,7 +18,8 @@ import jshard
 from benchmarks import scatter as benchmark
 from jshard.errors import JShardError
 from jshard.inspect.compiled import collectives_in
-from jshard.layouts import gathering, p2p, scattering, shard_buffers, transfer
+from jshard.layers import transfer
+from jshard.layouts import gathering, p2p, scattering, shard_buffers
 from jshard.layouts import index_ranges as boxes
 from jshard.layouts.index_ranges import blocks, overlap, word_count
 from jshard.layouts.p2p import Parcel, _at_doors, _sending, carry, doors_of, is_shared, parcels_of, tell
