@@ -6,28 +6,22 @@ import argparse
 import csv
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jshard.cli.terminal import show
 from jshard.errors import JShardError
-from jshard.printing.markup import element
-from jshard.printing.pages.words import svg
 from jshard.printing.table import table
 from jshard.printing.units import BYTES
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from jshard.kernels.product_times import Timing
+    from jshard.kernels.measure import Timing
 
 SIZES = ("4KiB", "64KiB", "1MiB", "16MiB")
 SIDES = (1024, 2048, 4096, 8192)
 COLUMNS = "op algorithm group payload median_us low_us high_us repeats GB_per_s link_GB_per_s".split()
-PRODUCT_COLUMNS = (
-    "epilogue algorithm side median_us low_us high_us repeats TFLOP_per_s peak_TFLOP_per_s against_xla".split()
-)
-Row = tuple[str, ...]
+PRODUCT_COLUMNS = "op algorithm group side median_us low_us high_us repeats TFLOP_per_s peak_TFLOP_per_s".split()
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +36,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--axis", help="the mesh axis to reduce over, in a mesh of that one axis")
     parser.add_argument("--csv", metavar="FILE", help="write the timings there as well")
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw them there")
     parser.add_argument("--self-test", action="store_true", help="hold each kernel against XLA's own instead")
 
 
@@ -52,8 +45,9 @@ def run(chosen: argparse.Namespace) -> int:
 
     pretend(1, platforms=None)
     init()
-    files = {"csv_file": chosen.csv, "plot": chosen.plot}
-    return bench(chosen.size or SIZES, sides=chosen.side, axis=chosen.axis, self_test=chosen.self_test, **files)
+    return bench(
+        chosen.size or SIZES, sides=chosen.side, axis=chosen.axis, self_test=chosen.self_test, csv_file=chosen.csv
+    )
 
 
 def bench(
@@ -64,7 +58,6 @@ def bench(
     mesh: dict[str, int] | None = None,
     repeats: int = 20,
     csv_file: str | None = None,
-    plot: str | None = None,
     self_test: bool = False,
 ) -> int:
     """Time all-reduce, reduce-scatter and all-gather by every algorithm that compiles for the devices at hand.
@@ -74,7 +67,7 @@ def bench(
     """
     import jax
 
-    from jshard.kernels import measure, product_times
+    from jshard.kernels import measure
 
     amounts = [parsed(size) for size in sizes]
     mesh = mesh or {axis or "all": len(jax.devices())}
@@ -88,14 +81,12 @@ def bench(
         sides = SIDES
     if sides is None:
         title = f"{devices.size} x {kind}, jax {jax.__version__}"
-        found = measure.measure(devices, axis, amounts, repeats=repeats)
-        columns, cells, unit = COLUMNS, rows(found), "bytes"
+        columns, cells = COLUMNS, rows(measure.measure(devices, axis, amounts, repeats=repeats), 1e9)
     else:
         if least := [side for side in sides if side < 1]:
             raise JShardError(f"a square matrix of {least[0]} rows holds nothing to multiply", hint="use --side 1024")
         title = f"{kind}, jax {jax.__version__}; products of bfloat16"
-        found = product_times.measure(sides, repeats=repeats)
-        columns, cells, unit = PRODUCT_COLUMNS, product_rows(found), "rows and columns"
+        columns, cells = PRODUCT_COLUMNS, rows(measure.measure_products(sides, repeats=repeats), 1e12)
     if jax.process_index() != 0:
         return 0
     print(f"{title}; {repeats} calls of each in turn, each waited for; microseconds")
@@ -105,8 +96,6 @@ def bench(
     if csv_file is not None:
         with open(csv_file, "w", newline="") as file:
             csv.writer(file).writerows([columns, *cells])
-    if plot is not None:
-        Path(plot).write_text(picture(found, title, unit))
     return 0
 
 
@@ -135,46 +124,12 @@ def parsed(size: str) -> int:
     return int(found[1]) * BYTES[found[2] or "B"]
 
 
-def rows(found: Iterable[Timing]) -> list[Row]:
-    return [(t.op, t.algorithm, str(t.group), *_figures(t, 1e9)) for t in found]
-
-
-def product_rows(found: Sequence[Timing]) -> list[Row]:
-    """The last column is how many times as fast as XLA's, measured in the same turns."""
-    xla = {(t.amount, t.op): t.median for t in found if t.algorithm == "xla"}
-    return [(t.op, t.algorithm, *_figures(t, 1e12), f"{xla[t.amount, t.op] / t.median:.3f}") for t in found]
-
-
-def _figures(t: Timing, unit: float) -> Row:
-    """The amount, microseconds, how many calls they are of, and the rate beside its limit."""
-    times = (f"{seconds * 1e6:.1f}" for seconds in (t.median, t.low, t.high))
-    limit = f"{t.limit / unit:g}" if t.limit else "unknown"
-    return str(t.amount), *times, str(t.repeats), f"{t.rate / unit:.3f}", limit
-
-
-def picture(found: Iterable[Timing], title: str, unit: str) -> str:
-    """Draw an SVG: microseconds over x, both logarithmic."""
-    from math import log10
-
-    lines: dict[str, list[tuple[float, float]]] = {}
+def rows(found: Iterable[Timing], unit: float) -> list[tuple[str, ...]]:
+    """Return what is timed, microseconds, how many calls they are of, and the rate in `unit` beside its limit."""
+    cells = []
     for t in found:
-        lines.setdefault(f"{t.op} {t.algorithm}", []).append((t.amount, t.median * 1e6))
-    xs = [log10(x) for line in lines.values() for x, _ in line]
-    ys = [log10(y) for line in lines.values() for _, y in line]
-    left, right, low, high = min(xs), max(max(xs), min(xs) + 1), min(ys), max(max(ys), min(ys) + 1)
-
-    def at(x: float, y: float) -> str:
-        across, up = (log10(x) - left) / (right - left), (log10(y) - low) / (high - low)
-        return f"{60 + 500 * across:.1f},{360 - 320 * up:.1f}"
-
-    span = f"{10 ** min(xs):,.0f} to {10 ** max(xs):,.0f} {unit} across, 10^{low:.1f} to 10^{high:.1f} microseconds up"
-    drawn = [
-        element("text", title, x=60, y=22),
-        element("text", f"{span}; both logarithmic", x=60, y=385),
-        element("path", d="M60 40V360H560", fill="none", stroke="#888"),
-    ]
-    for k, (name, each) in enumerate(lines.items()):
-        hue, ends = f"hsl({360 * k // len(lines)} 70% 40%)", " ".join(at(*point) for point in sorted(each))
-        drawn.append(element("polyline", points=ends, fill="none", stroke=hue))
-        drawn.append(element("text", name, x=575, y=50 + 18 * k, fill=hue))
-    return svg(760, 400, drawn, xmlns="http://www.w3.org/2000/svg", font_family="sans-serif", font_size=13)
+        times = (f"{seconds * 1e6:.1f}" for seconds in (t.median, t.low, t.high))
+        limit = f"{t.limit / unit:g}" if t.limit else "unknown"
+        what = t.op, t.algorithm, str(t.group), str(t.amount)
+        cells.append((*what, *times, str(t.repeats), f"{t.rate / unit:.3f}", limit))
+    return cells

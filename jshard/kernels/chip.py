@@ -71,8 +71,7 @@ def interpret(
 ) -> Iterator[None]:
     """Interpret kernels that are asked for by name, on pretend TPUs of the CPU with a race detector: slow, for tests.
 
-    `chip` names the one to pretend: of GPUs "h100", "h200" or "b200", whose collectives are not interpreted. The time it
-    takes says nothing about speed. A race raises nothing: JAX prints
+    `chip` names the one to pretend. The time it takes says nothing about speed. A race raises nothing: JAX prints
     RACE DETECTED to stdout, where jshard's own tests look.
     """
     with (

@@ -40,20 +40,25 @@ def matmul(
 
     `preferred_element_type` is the dtype to sum in and to return; None is the operands' own. With a `bias` or an `activation`
     the sum stays in float32 until they are applied, and is rounded once to `out_dtype`. "pallas" always sums in float32, and
-    takes a w of two axes.
+    takes a w of two axes; that of a Blackwell GPU rounds the sum to the operands' dtype first.
     """
     check_contraction("matmul", x, w)
     if activation is not None and activation not in ACTIVATIONS:
         use = f"use {', '.join(ACTIVATIONS)}, or apply it to the product"
         raise JShardError(f'matmul has no activation "{activation}"', hint=did_you_mean(activation, ACTIVATIONS, use))
-    if (
-        algorithm != "xla"
-        and resolve_algorithm("matmul", algorithm, x, (), lambda: unsupported_operands(x, w, precision)) == "pallas"
-    ):
-        out = jnp.result_type(x, w) if out_dtype is None else out_dtype
-        out = out if preferred_element_type is None else preferred_element_type
-        return _pallas(x, w, bias, activation, jnp.dtype(out))
-    return _xla(x, w, bias, activation, out_dtype, precision, preferred_element_type)
+    out, wide = out_dtype, preferred_element_type
+    if bias is not None or activation is not None:
+        out = jnp.result_type(x, w) if out is None else out
+        wide = jnp.float32 if wide is None and jnp.issubdtype(out, jnp.floating) else wide
+    unsupported = lambda: _unsupported_operands(x, w, precision)
+    if algorithm != "xla" and resolve_algorithm("matmul", algorithm, x, (), unsupported) == "pallas":
+        y = _pallas(x, w, jnp.dtype(wide or out or jnp.result_type(x, w)))
+    else:
+        contract = ((x.ndim - 1,), (0,)), ((), ())
+        y = lax.dot_general(x, w, contract, precision=precision, preferred_element_type=wide)
+    y = y if bias is None else y + bias.astype(y.dtype)
+    y = y if activation is None else ACTIVATIONS[activation](y)
+    return y if out is None else y.astype(out)
 
 
 def check_contraction(op_name: str, x: Array, w: Array) -> None:
@@ -65,19 +70,7 @@ def check_contraction(op_name: str, x: Array, w: Array) -> None:
         )
 
 
-def _xla(x, w, bias, activation, out_dtype, precision, preferred) -> Array:
-    out = out_dtype
-    if bias is not None or activation is not None:
-        out = jnp.result_type(x, w) if out is None else out
-        preferred = jnp.float32 if preferred is None and jnp.issubdtype(out, jnp.floating) else preferred
-    contract = ((x.ndim - 1,), (0,)), ((), ())
-    y = lax.dot_general(x, w, contract, precision=precision, preferred_element_type=preferred)
-    y = y if bias is None else y + bias.astype(y.dtype)
-    y = y if activation is None else ACTIVATIONS[activation](y)
-    return y if out is None else y.astype(out)
-
-
-def unsupported_operands(x: Array, w: Array, precision: lax.PrecisionLike = None) -> tuple[str, str] | None:
+def _unsupported_operands(x: Array, w: Array, precision: lax.PrecisionLike) -> tuple[str, str] | None:
     """Say why no kernel multiplies `x` by `w`, and what to type instead; None if one does."""
     use_auto = 'use algorithm="auto"'
     if w.ndim != 2:
@@ -91,63 +84,34 @@ def unsupported_operands(x: Array, w: Array, precision: lax.PrecisionLike = None
     return None
 
 
-def _pallas(x: Array, w: Array, bias: Array | None, activation: str | None, out_dtype) -> Array:
+def _pallas(x: Array, w: Array, out_dtype: jnp.dtype) -> Array:
     """Multiply x of any number of axes by the kernel."""
-    x_mk, w, *bias_ = collectives.pvary_alike(x.reshape(-1, x.shape[-1]), w, *([] if bias is None else [bias]))
-    y: Array = _product(x_mk, w, bias_[0] if bias_ else None, activation, out_dtype)
+    x_mk, w = collectives.pvary_alike(x.reshape(-1, x.shape[-1]), w)
+    y: Array = _product(x_mk, w, out_dtype)
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _product(x: Array, w: Array, bias: Array | None, activation: str | None, out_dtype) -> Array:
-    return _kernel(x, w, bias, activation, out_dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: Array, w: Array, out_dtype: jnp.dtype) -> Array:
+    return _kernel(x, w, out_dtype)
 
 
-def _product_bwd(activation: str | None, out_dtype, residuals, cotangent: Array):
-    """Differentiate by two products of the same kernel, and one more that recomputes the operand of an activation."""
-    x, w, bias = residuals
-    if activation is not None:
-        pre_activation = _kernel(x, w, bias, None, jnp.dtype(jnp.float32))
-        cotangent = jax.vjp(ACTIVATIONS[activation], pre_activation)[1](cotangent.astype(jnp.float32))[0]
+def _product_bwd(out_dtype: jnp.dtype, operands: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    x, w = operands
     narrow = cotangent.astype(x.dtype)  # the kernel takes operands of one dtype
-    return (
-        _kernel(narrow, w.T, None, None, x.dtype),
-        _kernel(x.T, narrow, None, None, w.dtype),
-        None if bias is None else cotangent.astype(jnp.float32).sum(0).astype(bias.dtype),
-    )
+    return _kernel(narrow, w.T, x.dtype), _kernel(x.T, narrow, w.dtype)
 
 
-_product.defvjp(lambda x, w, bias, *static: (_product(x, w, bias, *static), (x, w, bias)), _product_bwd)
+_product.defvjp(lambda x, w, out_dtype: (_product(x, w, out_dtype), (x, w)), _product_bwd)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))  # equal calls share one trace
-def _kernel(x: Array, w: Array, bias: Array | None, activation: str | None, out_dtype) -> Array:
+@functools.partial(jax.jit, static_argnums=2)  # equal calls share one trace
+def _kernel(x: Array, w: Array, out_dtype: jnp.dtype) -> Array:
     if present_chip().platform == "gpu":
-        return _on_gpu(x, w, bias, activation, out_dtype)
+        from jshard.kernels.gpu import matmul as gpu
+
+        # Mosaic has no batching rule for GPUs
+        return jax.custom_batching.sequential_vmap(lambda x, w: gpu.matmul(x, w, out_dtype))(x, w)
     from jshard.kernels.tpu import matmul as tpu
 
-    return tpu.matmul(x, w, bias, None if activation is None else ACTIVATIONS[activation], out_dtype)
-
-
-def _on_gpu(x: Array, w: Array, bias: Array | None, activation: str | None, out_dtype) -> Array:
-    """Multiply on a GPU. Under vmap over x alone it is one product of more rows; else one product after the other, as
-    Mosaic has no batching rule."""
-    from jshard.kernels.gpu import matmul as gpu
-
-    def product(x: Array, w: Array, *bias: Array) -> Array:
-        return gpu.matmul(x, w, bias[0] if bias else None, activation, out_dtype)
-
-    run = jax.custom_batching.custom_vmap(product)
-
-    def batch(size: int, batched: list[bool], *operands: Array) -> tuple[Array, bool]:
-        x, *others = operands
-        if not any(batched[1:]):  # only x has a batch: its examples are more rows
-            return run(x.reshape(-1, x.shape[-1]), *others).reshape(*x.shape[:-1], -1), True
-        full = [
-            operand if has_batch else jnp.broadcast_to(operand, (size, *operand.shape))
-            for operand, has_batch in zip(operands, batched, strict=True)
-        ]
-        return lax.map(lambda each: run(*each), tuple(full)), True
-
-    run.def_vmap(batch)
-    return run(x, w) if bias is None else run(x, w, bias)
+    return tpu.matmul(x, w, out_dtype)

@@ -1,10 +1,12 @@
-"""Time the collectives on the devices at hand, algorithm beside algorithm, and test them there against XLA's."""
+"""Time collectives and products on the devices at hand, algorithm beside algorithm, and test them there against XLA's."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import itertools
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,26 +20,47 @@ from jax.typing import DTypeLike
 
 from jshard.algorithms import ALGORITHMS
 from jshard.errors import JShardError, did_you_mean
-from jshard.kernels import product_times
 from jshard.kernels.all_reduction import all_reduce
-from jshard.kernels.chip import chip_called, interpret
+from jshard.kernels.chip import Chip, chip_called, interpret
 from jshard.kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from jshard.kernels.collectives import COLLECTIVES, pvary
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.local_matmul import matmul
-from jshard.kernels.product_times import Timing
-from jshard.kernels.select_algorithm import LONGEST_RING, NO_KERNELS
+from jshard.kernels.select_algorithm import GPUS, LONGEST_RING, NO_KERNELS
 
 MOVES = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
 PRODUCTS = {"all_gather_matmul": all_gather_matmul, "matmul_reduce_scatter": matmul_reduce_scatter}
 
 
-def algorithms_at_hand(op: str, group: int, platform: str) -> list[str]:
-    """List the algorithms of `op` that compile for the devices at hand. What is only interpreted is never timed."""
+CALL_SECONDS = 2e-3  # that one call of a product should take: of a shorter one its dispatch is timed
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of one op by one algorithm: median, lowest and highest of `repeats` calls."""
+
+    op: str
+    algorithm: str
+    group: int
+    amount: int  # bytes of the payload, or rows of the square matrices
+    median: float
+    low: float
+    high: float
+    repeats: int
+    done: float  # bytes that each device puts on the wire, if it sends no more than the collective must; or operations
+    limit: float  # of these a second, by the chip's maker: over a device's links one way, or at its peak; 0 if unknown
+
+    @property
+    def rate(self) -> float:
+        """Return bytes, or floating-point operations, a second."""
+        return self.done / self.median
+
+
+def algorithms_at_hand(op: str, group: int, chip: Chip) -> list[str]:
+    """List the algorithms of `op` that compile for `chip`. What is only interpreted is never timed."""
     words = [word for word in ALGORITHMS[op] if word not in ("auto", "in_order", "torus", "hierarchical")]
-    if platform != "tpu":
-        return [word for word in words if word in NO_KERNELS]
-    return [word for word in words if word == "xla" or word != "ring" or group <= LONGEST_RING]
+    has_kernels = chip.platform == "tpu" or (op == "matmul" and chip.name in GPUS)
+    return [word for word in words if word in NO_KERNELS or (has_kernels and (word != "ring" or group <= LONGEST_RING))]
 
 
 def measure(
@@ -45,21 +68,50 @@ def measure(
 ) -> list[Timing]:
     """Time each collective at each of `sizes`, bytes of its payload, by each algorithm that compiles here."""
     _check_mesh_axis(mesh, mesh_axis)
-    group, device = mesh.shape[mesh_axis], mesh.devices.flat[0]
-    limit = chip_called(device.device_kind, device.platform).link
+    group, chip = mesh.shape[mesh_axis], _chip_of(mesh.devices.flat[0])
     found = []
     for op, size in itertools.product(MOVES, sizes):
         runs = {}
-        for algorithm in algorithms_at_hand(op, group, device.platform):
-            try:
+        for algorithm in algorithms_at_hand(op, group, chip):
+            with contextlib.suppress(JShardError):  # one_shot of what does not fit VMEM: the others can still be timed
                 runs[algorithm] = _prepared(mesh, mesh_axis, op, algorithm, size, dtype)
-            except JShardError:  # one_shot of what does not fit VMEM: the others can still be timed
-                continue
         payload = _elements(op, size, group, dtype) * jnp.dtype(dtype).itemsize
         sent = COLLECTIVES[op].wire(payload, group)
-        for algorithm, seconds in product_times.time_in_turns(runs, repeats).items():
-            found.append(Timing(op, algorithm, payload, *seconds, repeats, sent, limit, group))
+        for algorithm, seconds in _time_in_turns(runs, repeats).items():
+            found.append(Timing(op, algorithm, group, payload, *seconds, repeats, sent, chip.link))
     return found
+
+
+def measure_products(sides: Sequence[int], *, dtype: DTypeLike = "bfloat16", repeats: int = 20) -> list[Timing]:
+    """Time the product of two square matrices of each of `sides` on one device, by each algorithm that compiles here."""
+    chip = _chip_of(jax.devices()[0])
+    peak = chip.peak(str(jnp.dtype(dtype))) if chip.flops else 0.0
+    found = []
+    for side in sides:
+        chained = max(1, min(32, round(CALL_SECONDS * (peak or 1e11) / (2 * side**3))))
+        runs = {word: _prepared_product(side, word, dtype, chained) for word in algorithms_at_hand("matmul", 1, chip)}
+        for word, seconds in _time_in_turns(runs, repeats).items():
+            each = (one / chained for one in seconds)
+            found.append(Timing("matmul", word, 1, side, *each, repeats, 2 * side**3, peak))
+    return found
+
+
+def _chip_of(device: jax.Device) -> Chip:
+    return chip_called(device.device_kind, device.platform)
+
+
+def _time_in_turns(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, tuple[float, float, float]]:
+    """Time each of `runs`: median, lowest and highest seconds of `repeats` calls, each of which waits for its result.
+
+    The runs take turns, so that other load, and a clock that slows with heat, fall on all alike.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: (statistics.median(each), min(each), max(each)) for name, each in seconds.items()}
 
 
 def _elements(op: str, size: int, group: int, dtype: DTypeLike) -> int:
@@ -77,6 +129,23 @@ def _prepared(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, size: int, dt
     body = lambda x: _run(op, x, mesh_axis, algorithm)
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(mesh_axis), out_specs=P(mesh_axis)))
     call = lambda: program(x).block_until_ready()
+    call()
+    return call
+
+
+def _prepared_product(side: int, algorithm: Any, dtype: DTypeLike, chained: int) -> Callable[[], Any]:
+    """Compile a chain of products and run it once, on numbers that neither vanish nor overflow along it."""
+    random = np.random.default_rng(0)
+    x, w = (random.standard_normal((side, side), np.float32) for _ in range(2))
+    x, w = jnp.asarray(x, dtype), jnp.asarray(w / side**0.5, dtype)
+
+    @jax.jit
+    def chain(x: Array, w: Array) -> Array:
+        for _ in range(chained):
+            x = matmul(x, w, algorithm=algorithm)
+        return x
+
+    call = lambda: chain(x, w).block_until_ready()
     call()
     return call
 
@@ -117,18 +186,17 @@ def self_test(mesh: Mesh, mesh_axis: str) -> Iterator[Proof]:
     Permutes run anywhere.
     """
     _check_mesh_axis(mesh, mesh_axis)
-    device = mesh.devices.flat[0]
-    compiled = device.platform != "cpu"
-    on_gpu = device.platform == "gpu"
-    has_product = "pallas" in product_times.algorithms_at_hand(chip_called(device.device_kind, device.platform))
+    group, chip = mesh.shape[mesh_axis], _chip_of(mesh.devices.flat[0])
+    can_interpret = chip.platform == "cpu" and jax.process_count() == 1
     for op, words in ALGORITHMS.items():
-        for algorithm in words:
-            if algorithm == "permute":
-                yield _compare(mesh, mesh_axis, op, algorithm, True)
-            elif algorithm in (*NO_KERNELS, "torus") or not (compiled or jax.process_count() == 1):
+        at_hand = algorithms_at_hand(op, group, chip)
+        for word in words:
+            if word == "xla":
                 continue
-            elif not on_gpu or (op == "matmul" and has_product):
-                yield _compare(mesh, mesh_axis, op, algorithm, compiled, "bfloat16" if on_gpu else "float32")
+            if word in at_hand:
+                yield _compare(mesh, mesh_axis, op, word, True, "bfloat16" if chip.name in GPUS else "float32")
+            elif can_interpret and word not in (*NO_KERNELS, "torus"):
+                yield _compare(mesh, mesh_axis, op, word, False)
     yield _compare(mesh, mesh_axis, "all_reduce", "xla", True)
 
 

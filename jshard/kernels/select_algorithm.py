@@ -67,7 +67,6 @@ class Rule:
         )  # fmt: skip
 
 
-_HOPPER = "docs/measurements/kernels.md: one H200"
 _UNMEASURED = "docs/measurements/kernels.md: not measured on a TPU"
 _WIRE = "docs/speed.md: python -m benchmarks.overlap, compiled for absent v5e, v5p, v6e"
 _TILES = "HLO compiled for an absent v5e:2x4, jax 0.10.2, libtpu 0.0.42.1: docs/design/0018-partition.md"
@@ -117,13 +116,6 @@ TABLE = (  # the first row that applies counts
         "any",
         "cpu",
         _xla("a CPU has no links for a kernel to drive", "tests/kernels/test_select_algorithm.py: HLO of psum"),
-    ),
-    Rule(
-        "matmul",
-        "h100 h200",
-        _xla(
-            "as quick as a kernel; with an activation 3 to 10 % slower, but its gradient has a product fewer", _HOPPER
-        ),
     ),
     Rule("any", "gpu", _xla("no figure says that a kernel beats XLA's own, or NCCL's, on a GPU", "docs/kernels.md")),
     Rule(
@@ -270,6 +262,8 @@ def _refusal(
     if chip.platform == "gpu" and op == "matmul":
         if chip.name not in GPUS:
             return f"its kernel drives {', '.join(GPUS)}, and this is {chip.name}", use_auto
+        if chips.interpretation() is not None:
+            return "its kernel for GPUs is JAX's own, which is not interpreted", use_auto
     elif chip.platform == "gpu" or (chip.platform != "tpu" and chips.interpretation() is None):
         drives = "a TPU or a GPU" if op == "matmul" else "a TPU"
         return f"its kernel drives {drives}, and this is {chip.name}", f"{use_auto}, or try it in kernels.interpret()"

@@ -1,12 +1,10 @@
 """Compiles the product's kernels for a GPU that is not here, and prints registers and spills: `... h200`
 
-A process of its own, as a kernel for the wrong chip aborts it. A line of JSON for each product, by what `ptxas -v` says;
-`docs/measurements/gpu_registers.jsonl` is what it printed for h100, h200 and b200 on both ends of the versions.
+A process of its own, as a kernel for the wrong chip aborts it. A line of JSON for each product, by what `ptxas -v` says.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -25,25 +23,9 @@ from jax.sharding import PartitionSpec as P
 from jshard import kernels
 from jshard.inspect.plan.topology import Topology
 
-PRODUCTS = {  # bias, activation, dtype of the result
-    "bare, by JAX's own": (False, None, None),
-    "bare, to float32": (False, None, "float32"),
-    "bias and gelu": (True, "gelu", None),
-    "bias and gelu, to float32": (True, "gelu", "float32"),
-    "bias and silu": (True, "silu", None),
-    "bias and relu": (True, "relu", None),
-    "tanh": (False, "tanh", None),
-}
+# The dtypes of results. A Blackwell's kernel returns that of its operands, whatever is asked for.
+DTYPES = {"h100": ("bfloat16", "float32"), "h200": ("bfloat16", "float32"), "b200": ("bfloat16",)}
 SIZE = 4096
-
-
-def product(bias, activation, out_dtype):
-    def run(x, w, b):
-        return kernels.matmul(
-            x, w, bias=b if bias else None, activation=activation, out_dtype=out_dtype, algorithm="pallas"
-        )
-
-    return run
 
 
 def output_of(compile_):
@@ -76,27 +58,18 @@ def figures(text):
     }
 
 
-def compiled(chip, name):
+def compiled(chip, dtype):
     topology = Topology.of(f"{chip}:1")
     target = topologies.get_topology_desc(platform="cuda", topology_name=topology.name, **topology.target)
     mesh = jax.sharding.Mesh(np.array(target.devices), ("t",), axis_types=(AxisType.Explicit,))
 
-    def operand(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, P()))
-
-    square = operand((SIZE, SIZE), jnp.bfloat16)
-    run = jax.jit(jax.shard_map(product(*PRODUCTS[name]), mesh=mesh, in_specs=P(), out_specs=P()))
-    lowered = run.lower(square, square, operand((SIZE,), jnp.bfloat16))
-    return {
-        "product": name,
-        "chip": chip,
-        "jax": jax.__version__,
-        "assembler": importlib.metadata.version("nvidia-cuda-nvcc"),
-        **figures(output_of(lowered.compile)),
-    }
+    square = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.bfloat16, sharding=jax.NamedSharding(mesh, P()))
+    product = lambda x, w: kernels.matmul(x, w, out_dtype=dtype, algorithm="pallas")
+    run = jax.jit(jax.shard_map(product, mesh=mesh, in_specs=P(), out_specs=P()))
+    return {"dtype": dtype, "chip": chip, **figures(output_of(run.lower(square, square).compile))}
 
 
 if __name__ == "__main__":
     os.environ.update(MOSAIC_GPU_DUMP_PTXAS="1", MOSAIC_GPU_DUMP_PTX="1")
-    for name in PRODUCTS:
-        print(json.dumps(compiled(sys.argv[1], name)), flush=True)
+    for dtype in DTYPES[sys.argv[1]]:
+        print(json.dumps(compiled(sys.argv[1], dtype)), flush=True)

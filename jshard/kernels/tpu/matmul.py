@@ -1,10 +1,8 @@
-"""Multiply matrices on one TPU: tiles streamed through VMEM, sums in float32, bias and activation before the one rounding."""
+"""Multiply matrices on one TPU: tiles streamed through VMEM, sums in float32, rounded once."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -24,10 +22,8 @@ def tiling(size: int, largest: int, unit: int) -> tuple[int, int]:
     return tile, round_up(size, tile)
 
 
-def matmul(
-    x_mk: Array, w_kn: Array, bias: Array | None, activation: Callable[[Array], Array] | None, out_dtype: jnp.dtype
-) -> Array:
-    """Compute `activation(x @ w + bias)` of any sizes, rounded once to `out_dtype`. Zeros pad operands to whole tiles."""
+def matmul(x_mk: Array, w_kn: Array, out_dtype: jnp.dtype) -> Array:
+    """Compute `x @ w` of any sizes. Zeros pad operands to whole tiles."""
     (m, k), n = x_mk.shape, w_kn.shape[1]
     tile_m, padded_m = tiling(m, TILE[0], sublanes(x_mk.dtype))
     tile_n, padded_n = tiling(n, TILE[1], LANES)
@@ -38,12 +34,9 @@ def matmul(
         pl.BlockSpec((tile_m, tile_k), lambda i, j, s: (i, s)),
         pl.BlockSpec((tile_k, tile_n), lambda i, j, s: (s, j)),
     ]
-    if bias is not None:
-        operands.append(jnp.pad(bias.astype(accumulator), (0, padded_n - n))[None])
-        specs.append(pl.BlockSpec((1, tile_n), lambda i, j, s: (0, j)))
     tiles = tile_m * tile_k + tile_k * tile_n + tile_m * tile_n
     (y,) = launch(
-        functools.partial(_matmul, activation=activation, biased=bias is not None, last=padded_k // tile_k - 1),
+        functools.partial(_matmul, last=padded_k // tile_k - 1),
         operands,
         [Result((padded_m, padded_n), out_dtype)],
         pl.GridSpec(
@@ -60,8 +53,7 @@ def matmul(
     return y[:m, :n]
 
 
-def _matmul(x_ref, w_ref, *refs, activation: Any, biased: bool, last: int) -> None:
-    b_ref, y_ref, total = refs if biased else (None, *refs)
+def _matmul(x_ref, w_ref, y_ref, total, *, last: int) -> None:
     step = pl.program_id(2)
 
     @pl.when(step == 0)
@@ -72,5 +64,4 @@ def _matmul(x_ref, w_ref, *refs, activation: Any, biased: bool, last: int) -> No
 
     @pl.when(step == last)
     def _() -> None:
-        y = total[...] if b_ref is None else total[...] + b_ref[...]
-        y_ref[...] = (y if activation is None else activation(y)).astype(y_ref.dtype)
+        y_ref[...] = total[...].astype(y_ref.dtype)
