@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from jshard.kernels.deterministic_sum import BUCKET_BYTES, ordered_psum
 from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.invariant_cast import set_varying
 from jshard.kernels.select_algorithm import adds_in_order, resolve_algorithm, vmem_budget
-from jshard.kernels.tiles import pack, unpack
+from jshard.kernels.tiles import in_pieces, pack, unpack
 from jshard.kernels.vmap import call_batched
 
 Algorithm = Literal["auto", "hierarchical", "in_order", "one_shot", "permute", "ring", "torus", "xla"]
@@ -198,9 +197,4 @@ def _torus(x: Array, mesh_axes: tuple[str, ...]) -> Array:
 def _in_pieces(x: Array, body: Callable[[Array], Array], bytes_per_number: int) -> Array:
     """Run `body` on flat pieces of x, one after the other, each of which fits the chip's VMEM."""
     pieces = -(-x.size * bytes_per_number // vmem_budget())
-    if pieces == 1:
-        return unpack(body(x), x.shape)
-    size = -(-x.size // pieces)
-    flat = jnp.pad(x.reshape(-1), (0, pieces * size - x.size)).reshape(pieces, size)
-    sums = lax.map(lambda piece: unpack(body(piece), (size,)), flat)
-    return sums.reshape(-1)[: math.prod(x.shape)].reshape(x.shape)
+    return in_pieces(x[None], pieces, lambda piece: unpack(body(piece[0]), piece.shape[1:]))

@@ -6,12 +6,12 @@ Each is the other's gradient.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jshard.kernels import collectives, permute_ring
 from jshard.kernels.collectives import MeshAxis
@@ -19,7 +19,7 @@ from jshard.kernels.deterministic_sum import between_processes, ordered_psum_sca
 from jshard.kernels.invariant_cast import set_varying
 from jshard.kernels.select_algorithm import resolve_algorithm, vmem_budget
 from jshard.kernels.slices import size_along
-from jshard.kernels.tiles import pack, pack_each, pad_to, unpack, unpack_each
+from jshard.kernels.tiles import in_pieces, pack, pack_each, unpack, unpack_each
 from jshard.kernels.vmap import call_batched
 
 
@@ -169,19 +169,13 @@ def _scatter_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: 
     return jnp.moveaxis(part.astype(x.dtype), 0, axis)
 
 
-def _ring(x: Array, name: str, out_dtype) -> Array:
+def _ring(x: Array, name: str, out_dtype: DTypeLike) -> Array:
     """Reduce-scatter `x[n, ...]`, in pieces of each part that fit the chip's VMEM."""
     from jshard.kernels.tpu import dma, ring
 
-    group, shape, size = dma.Group.of((name,)), x.shape[1:], math.prod(x.shape[1:])
-    pieces = max(1, -(-x.size * (x.dtype.itemsize + 8) // vmem_budget()))
-    length = -(-size // pieces)
+    group = dma.Group.of((name,))
 
     def scatter(piece: Array) -> Array:
-        return unpack(ring.reduce_scatter(pack_each(piece, 2), group, piece, out_dtype=out_dtype), (length,))
+        return unpack(ring.reduce_scatter(pack_each(piece, 2), group, piece, out_dtype=out_dtype), piece.shape[1:])
 
-    flat = pad_to(x.reshape(group.size, size), group.size, pieces * length)
-    if pieces == 1:
-        return scatter(flat).reshape(shape)
-    parts = lax.map(scatter, jnp.moveaxis(flat.reshape(group.size, pieces, length), 1, 0))
-    return parts.reshape(-1)[:size].reshape(shape)
+    return in_pieces(x, -(-x.size * (x.dtype.itemsize + 8) // vmem_budget()), scatter)

@@ -108,10 +108,10 @@ _product.defvjp(lambda x, w, out_dtype: (_product(x, w, out_dtype), (x, w)), _pr
 @functools.partial(jax.jit, static_argnums=2)  # equal calls share one trace
 def _kernel(x: Array, w: Array, out_dtype: jnp.dtype) -> Array:
     if present_chip().platform == "gpu":
-        from jshard.kernels.gpu import matmul as gpu
+        from jshard.kernels import gpu_matmul
 
         # Mosaic has no batching rule for GPUs
-        return jax.custom_batching.sequential_vmap(lambda x, w: gpu.matmul(x, w, out_dtype))(x, w)
+        return jax.custom_batching.sequential_vmap(lambda x, w: gpu_matmul.matmul(x, w, out_dtype))(x, w)
     from jshard.kernels.tpu import matmul as tpu
 
     return tpu.matmul(x, w, out_dtype)

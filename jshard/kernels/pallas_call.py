@@ -53,32 +53,29 @@ class Result:
 def launch(
     body: Callable[..., None],
     operands: Sequence[Array],
-    results: Sequence[Result],
+    result: Result,
     grid_spec: pl.GridSpec,
     *,
     cost: KernelCost,
     group: Group | None = None,
     parallel: int = 0,
-) -> tuple[Array, ...]:
-    """Run a Pallas kernel and return its results.
+) -> Array:
+    """Run a Pallas kernel and return its result.
 
     A kernel with a `group` sends to other devices of it; its first operand is then the device's coordinates in the group.
     The first `parallel` axes of the grid may run in any order.
     """
     mode = interpretation()
-    varying = frozenset().union(*(jax.typeof(x).mat.varying for x in operands))
-    varying_of = [varying - {*result.invariant_over} for result in results]  # coordinates alone make no result vary
+    # Coordinates alone make no result vary.
+    varying = frozenset().union(*(jax.typeof(x).mat.varying for x in operands)) - {*result.invariant_over}
     operands = operands if group is None else (group.coordinates(), *operands)
     semantics: Any = ("parallel",) * parallel + ("arbitrary",) * (len(grid_spec.grid) - parallel)
     call = pl.pallas_call(
         body,
-        out_shape=tuple(
-            jax.ShapeDtypeStruct(
-                result.shape,
-                result.dtype,
-                manual_axis_type=ManualAxisType(varying=axes if mode is None else frozenset()),
-            )
-            for result, axes in zip(results, varying_of, strict=True)
+        out_shape=jax.ShapeDtypeStruct(
+            result.shape,
+            result.dtype,
+            manual_axis_type=ManualAxisType(varying=varying if mode is None else frozenset()),
         ),
         grid_spec=grid_spec,
         compiler_params=pltpu.CompilerParams(
@@ -104,9 +101,8 @@ def launch(
         else declare(cost.op, group.mesh_axes, cost.payload, algorithm=cost.algorithm, wire=cost.wire),
     )
     if mode is None:
-        return tuple(call(*operands))
-    found = call(*(invariant_cast_p.bind(x) for x in operands))
-    return tuple(pvary(y, tuple(sorted(axes))) for y, axes in zip(found, varying_of, strict=True))
+        return call(*operands)
+    return pvary(call(*(invariant_cast_p.bind(x) for x in operands)), tuple(sorted(varying)))
 
 
 def launch_once(
@@ -121,6 +117,5 @@ def launch_once(
         body(inside, rank, *refs)
         dma.barrier(inside, rank, partners)  # all have read what was sent to them: the next call may overwrite it
 
-    spec = pl.GridSpec(in_specs=[SMEM, memory], out_specs=(memory,), scratch_shapes=scratch)
-    (y,) = launch(kernel, [x], [result], spec, cost=cost, group=group)
-    return y
+    spec = pl.GridSpec(in_specs=[SMEM, memory], out_specs=memory, scratch_shapes=scratch)
+    return launch(kernel, [x], result, spec, cost=cost, group=group)

@@ -25,7 +25,7 @@ GPU_GENERATIONS = {9: "hopper", 10: "blackwell"}  # by compute capability; the k
 GPUS = [name for name, each in chips.CHIPS.items() if each.gpu.get("major") in GPU_GENERATIONS]  # that have a kernel
 LONGEST_RING = 64  # a ring takes 4 semaphores a step, and a TPU has about 500
 Unsupported = Callable[[], tuple[str, str] | None]  # why a kernel can't take its operands, and what to type instead
-KiB, MiB = 1 << 10, 1 << 20
+KiB, MiB, MANY = 1 << 10, 1 << 20, 1 << 62
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +42,15 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A choice for `ops` on `chips`, for groups of `least` to `most` devices, payloads of up to `up_to` bytes, and if `when`
-    is given for arrays of which it is true; or only where the group is all devices, or where work runs beside."""
+    """A choice for `ops` on `chips`, for groups of so many `devices`, a `payload` of so many bytes, and if `when` is given for
+    arrays of which it is true; or only where the group is all devices, or where work runs beside."""
 
     ops: str
     chips: str
     choice: Choice
-    least: int = 2
-    most: int = 1 << 30
-    up_to: int = 1 << 62
-    when: Callable[[Chip, Sequence[int], Any], bool] | None = None
+    devices: range = range(2, MANY)
+    payload: range = range(MANY)
+    when: Callable[[Sequence[int], Any], bool] | None = None
     of_all: bool = False
     beside_work: bool = False
 
@@ -60,11 +59,10 @@ class Rule:
     ) -> bool:
         if (self.of_all and not of_all) or (self.beside_work and not beside_work):
             return False
-        payload = math.prod(shape) * dtype.itemsize
         on_chip = self.chips in ("any", chip.platform) or chip.name in self.chips.split()
-        return on_chip and (self.ops == "any" or op in self.ops.split()) and self.least <= group <= self.most and (
-            payload <= self.up_to and (self.when is None or self.when(chip, shape, dtype))
-        )  # fmt: skip
+        on_op = self.ops == "any" or op in self.ops.split()
+        fits = group in self.devices and math.prod(shape) * dtype.itemsize in self.payload
+        return on_chip and on_op and fits and (self.when is None or self.when(shape, dtype))
 
 
 _UNMEASURED = "docs/measurements/kernels.md: not measured on a TPU"
@@ -82,28 +80,26 @@ def _xla(reason: str, source: str) -> Choice:
     return Choice("xla", reason, source)
 
 
-def _is_no_whole_tiles(chip: Chip, shape: Sequence[int], dtype: jnp.dtype) -> bool:
+def _is_no_whole_tiles(shape: Sequence[int], dtype: jnp.dtype) -> bool:
     """Return whether a device's part is not several tiles, each of 128 lanes and of 8 rows of 32 bits, and nothing besides."""
     lanes, rows = 128, 32 // dtype.itemsize
     is_whole = len(shape) > 1 and shape[-1] >= lanes and shape[-2] % rows == 0
     return not is_whole or math.prod(shape) <= rows * lanes
 
 
-def _along_the_torus(chips: str, least: int, most: int = 1 << 30, up_to: int = 1 << 62) -> Rule:
+def _along_the_torus(chips: str, devices: range, most: int = MANY) -> Rule:
     reason = "XLA runs such a gather over all of a slice as an all-reduce, of twice the bytes, and computes nothing meanwhile"
-    is_worth_it = lambda _, shape, dtype: math.prod(shape) * dtype.itemsize >= 4 * KiB  # fewer only wait for neighbours
-    return Rule(
-        "all_gather", chips, Choice("torus", reason, _GATHERED), least, most, up_to, when=is_worth_it, of_all=True
-    )
+    # fewer bytes only wait for neighbours
+    return Rule("all_gather", chips, Choice("torus", reason, _GATHERED), devices, range(4 * KiB, most), of_all=True)
 
 
 TABLE = (  # the first row that applies counts
-    Rule("any", "any", _xla("a group of one moves nothing", "arithmetic"), 0, 1),
+    Rule("any", "any", _xla("a group of one moves nothing", "arithmetic"), range(2)),
     Rule(
         "all_reduce",
         "cpu",
         Choice("in_order", "gloo's waits for a neighbour 2 (n - 1) times, this once or twice", _PROCESSES),
-        least=3,
+        devices=range(3, MANY),
         when=lambda *_: between_processes(),
     ),
     Rule(
@@ -122,24 +118,24 @@ TABLE = (  # the first row that applies counts
         "all_gather_matmul matmul_reduce_scatter",
         "tpu",
         Choice("permute", "the wire runs under the product, which XLA does not do inside a shard_map", _WIRE),
-        most=LONGEST_RING,  # a product for each part: of a longer ring the program is long and each is small
-        when=lambda _, shape, dtype: math.prod(shape) * dtype.itemsize >= 64 * KiB,  # fewer only wait for neighbours
+        devices=range(2, LONGEST_RING + 1),  # each part has a product: around a longer ring they are many and small
+        payload=range(64 * KiB, MANY),  # fewer only wait for neighbours
     ),
     Rule(
         "all_reduce",
         "tpu",
         Choice("permute", "XLA computes nothing while it sums, and while permutes travel it does", _SUMS),
-        when=lambda _, shape, dtype: math.prod(shape) * dtype.itemsize >= MiB,  # fewer only wait for neighbours
+        payload=range(MiB, MANY),  # fewer only wait for neighbours
         beside_work=True,
     ),
     Rule(
         "reduce_scatter",
         "tpu",
         Choice("permute", "XLA computes nothing while it runs a scatter, and while permutes travel it does", _SCATTERS),
-        when=lambda _, shape, dtype: math.prod(shape) * dtype.itemsize >= 64 * KiB,  # fewer only wait for neighbours
+        payload=range(64 * KiB, MANY),  # fewer only wait for neighbours
         beside_work=True,
     ),
-    *(_along_the_torus("v5e", group, group, 16 * MiB // group) for group in (64, 128, 256)),
+    *(_along_the_torus("v5e", range(group, group + 1), 16 * MiB // group + 1) for group in (64, 128, 256)),
     Rule(
         "reduce_scatter all_gather",
         "tpu",
@@ -156,17 +152,17 @@ TABLE = (  # the first row that applies counts
         Choice("permute", "XLA computes nothing while it gathers there, and while permutes travel it does", _SCATTERS),
         beside_work=True,
     ),
-    *(_along_the_torus("v6e", group, group, 16 * MiB // group) for group in (64, 128, 256)),
-    _along_the_torus("v5p", 64),
+    *(_along_the_torus("v6e", range(group, group + 1), 16 * MiB // group + 1) for group in (64, 128, 256)),
+    _along_the_torus("v5p", range(64, MANY)),
     Rule(
         "reduce_scatter",
         "tpu",
         Choice("permute", "XLA runs a scatter over all of a slice as an all-reduce, of twice the bytes", _SCATTERS),
-        least=16,
+        devices=range(16, MANY),
         of_all=True,
     ),
-    Rule("any", "tpu", _xla("no figure says that a kernel beats XLA's own on this chip", _UNMEASURED), 0),
-    Rule("any", "any", _xla("jshard has no kernels for this chip", "docs/kernels.md"), 0),
+    Rule("any", "tpu", _xla("no figure says that a kernel beats XLA's own on this chip", _UNMEASURED), range(MANY)),
+    Rule("any", "any", _xla("jshard has no kernels for this chip", "docs/kernels.md"), range(MANY)),
 )
 
 

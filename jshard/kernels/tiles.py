@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 LANES = 128
@@ -44,6 +45,17 @@ def unpack_each(tiles: Array, shape: tuple[int, ...]) -> Array:
     """Return the array `[n, *shape]` that `pack_each` made `tiles` of."""
     n = tiles.shape[0]
     return tiles.reshape(n, -1)[:, : math.prod(shape)].reshape(n, *shape)
+
+
+def in_pieces(x: Array, pieces: int, body: Callable[[Array], Array]) -> Array:
+    """Run `body` on `pieces` of `x[n, ...]`, `[n, length]` each, one after the other, and join its results, `[length]`."""
+    n, shape, size = x.shape[0], x.shape[1:], math.prod(x.shape[1:])
+    length = -(-size // pieces)
+    flat = pad_to(x.reshape(n, size), n, pieces * length)
+    if pieces == 1:
+        return body(flat).reshape(shape)
+    results = lax.map(body, jnp.moveaxis(flat.reshape(n, pieces, length), 1, 0))
+    return results.reshape(-1)[:size].reshape(shape)
 
 
 def round_up(size: int, unit: int) -> int:

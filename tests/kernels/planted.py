@@ -47,8 +47,8 @@ def first_slot(source, target, semaphores, device_id):
     return remote_copy(source, target.ref.at[0] if hasattr(target, "ref") else target, semaphores, device_id)
 
 
-def too_far(rows, body, block=256):
-    in_blocks(rows, lambda r: body(pl.ds(r.start + 8, r.size)), block)
+def too_far(rows, body):
+    in_blocks(rows, lambda r: body(pl.ds(r.start + 8, r.size)))
 
 
 def only_once():

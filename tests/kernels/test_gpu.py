@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jshard import kernels
 from jshard.errors import JShardError
 from jshard.kernels.chip import CHIPS
-from jshard.kernels.gpu.matmul import tile_for
+from jshard.kernels.gpu_matmul import tile_for
 from jshard.kernels.local_matmul import _kernel
 from jshard.programs.flops import arithmetic_of
 from tests.kernels.compile_absent_gpu import DTYPES

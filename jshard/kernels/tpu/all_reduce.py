@@ -38,7 +38,9 @@ def _one_shot(group: Group, rank: Index, x_ref, y_ref, slots, sems, *, rounds: i
 
     def run_round() -> None:
         slots[rank] = x_ref[...]  # one's own takes its turn in the sum
-        dma.copy_to_everyone(group, push)
+        dma.fori(1, group.size, lambda by: push(by).start())
+        # Copies have one size and share one semaphore: n - 1 waits are all of them, in whatever order they arrive.
+        dma.fori(1, group.size, lambda by: push(by).wait())
         dma.in_blocks(x_ref.shape[0], lambda rows: _sum(slots, rows, y_ref, group.size))
 
     def run_next_round(_: object) -> None:

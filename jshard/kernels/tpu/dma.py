@@ -118,15 +118,6 @@ def remote_copy(source: Any, target: Any, semaphores: Semaphores, device_id: Any
     return pltpu.make_async_remote_copy(source, target, *semaphores, device_id=device_id)
 
 
-def copy_to_everyone(group: Group, copy: Callable[[Any], Any]) -> None:
-    """Start `copy(by)` to the device `by` places further for each other device, then wait for all, both ways.
-
-    Copies have one size and share one semaphore: n - 1 waits are all of them, in whatever order they arrive.
-    """
-    fori(1, group.size, lambda by: copy(by).start())
-    fori(1, group.size, lambda by: copy(by).wait())
-
-
 def copy_locally(source: jax.Ref, target: jax.Ref, semaphore: object) -> None:
     """Copy `source` to `target` on this device, and wait for it."""
     copy = pltpu.make_async_copy(source, target, semaphore)
@@ -143,13 +134,13 @@ def fori(start: Index, stop: Index, body: Callable[[Any], Any]) -> None:
     lax.fori_loop(start, stop, step, None)
 
 
-def in_blocks(rows: int, body: Callable[[Any], Any], block: int = BLOCK) -> None:
+def in_blocks(rows: int, body: Callable[[Any], Any]) -> None:
     """Run `body(slice)` for the rows of a buffer, a block at a time: a full buffer would not fit the registers."""
-    if rows <= block:
+    if rows <= BLOCK:
         body(pl.ds(0, rows))
         return
-    assert rows % block == 0, (rows, block)
-    fori(0, rows // block, lambda b: body(pl.ds(b * block, block)))
+    assert rows % BLOCK == 0, rows
+    fori(0, rows // BLOCK, lambda b: body(pl.ds(b * BLOCK, BLOCK)))
 
 
 def accumulator_dtype(dtype: jax.typing.DTypeLike) -> Any:

@@ -35,14 +35,14 @@ def matmul(x_mk: Array, w_kn: Array, out_dtype: jnp.dtype) -> Array:
         pl.BlockSpec((tile_k, tile_n), lambda i, j, s: (s, j)),
     ]
     tiles = tile_m * tile_k + tile_k * tile_n + tile_m * tile_n
-    (y,) = launch(
+    y = launch(
         functools.partial(_matmul, last=padded_k // tile_k - 1),
         operands,
-        [Result((padded_m, padded_n), out_dtype)],
+        Result((padded_m, padded_n), out_dtype),
         pl.GridSpec(
             grid=(padded_m // tile_m, padded_n // tile_n, padded_k // tile_k),
             in_specs=specs,
-            out_specs=(pl.BlockSpec((tile_m, tile_n), lambda i, j, s: (i, j)),),
+            out_specs=pl.BlockSpec((tile_m, tile_n), lambda i, j, s: (i, j)),
             scratch_shapes=[pltpu.VMEM((tile_m, tile_n), accumulator)],
         ),
         parallel=2,  # k comes last and in order: it is summed over

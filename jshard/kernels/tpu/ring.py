@@ -100,7 +100,7 @@ def gather(group: Group, rank: Index, y_ref: Ref, sems: Semaphores) -> None:
         dma.fori(0, n - 1, lambda step, d=direction: copy(d, step).wait_send())
 
 
-def reduce_scatter(x: Array, group: Group, payload: object, *, out_dtype: DTypeLike | None = None) -> Array:
+def reduce_scatter(x: Array, group: Group, payload: object, *, out_dtype: DTypeLike) -> Array:
     """Sum `x[n, 2, rows, 128]` over the group and return this device's part, `[2, rows, 128]`.
 
     Partial sums travel in `accumulator_dtype`, so that a bfloat16 sum is rounded once; they cost twice the bytes.
@@ -113,7 +113,7 @@ def reduce_scatter(x: Array, group: Group, payload: object, *, out_dtype: DTypeL
         wire=part * (group.size - 1) * accumulator.itemsize,
         vmem=x.size * (x.dtype.itemsize + accumulator.itemsize) + part * 4,
     )
-    result = Result(x.shape[1:], x.dtype if out_dtype is None else out_dtype)
+    result = Result(x.shape[1:], out_dtype)
     scratch = [pltpu.VMEM(x.shape, accumulator), semaphores(group.size)]
     return launch_once(_reduce_scatter, x, result, group, cost, scratch, partners="neighbours")
 
