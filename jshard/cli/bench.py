@@ -34,7 +34,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="4096",
         help="time products of square matrices of so many rows instead",
     )
-    parser.add_argument("--axis", help="the mesh axis to reduce over, in a mesh of that one axis")
     parser.add_argument("--csv", metavar="FILE", help="write the timings there as well")
     parser.add_argument("--self-test", action="store_true", help="hold each kernel against XLA's own instead")
 
@@ -45,17 +44,14 @@ def run(chosen: argparse.Namespace) -> int:
 
     pretend(1, platforms=None)
     init()
-    return bench(
-        chosen.size or SIZES, sides=chosen.side, axis=chosen.axis, self_test=chosen.self_test, csv_file=chosen.csv
-    )
+    return bench(chosen.size or SIZES, sides=chosen.side, self_test=chosen.self_test, csv_file=chosen.csv)
 
 
 def bench(
     sizes: Sequence[str] = SIZES,
     *,
     sides: Sequence[int] | None = None,
-    axis: str | None = None,
-    mesh: dict[str, int] | None = None,
+    devices: int | None = None,
     repeats: int = 20,
     csv_file: str | None = None,
     self_test: bool = False,
@@ -63,25 +59,22 @@ def bench(
     """Time all-reduce, reduce-scatter and all-gather by every algorithm that compiles for the devices at hand.
 
     With `sides`, or on one accelerator, time the matrix product instead. With `self_test` compare each kernel with XLA's, and
-    return 1 if a number differs.
+    return 1 if a number differs. `devices` are all, unless fewer are said.
     """
     import jax
 
     from jshard.kernels import measure
 
     amounts = [parsed(size) for size in sizes]
-    mesh = mesh or {axis or "all": len(jax.devices())}
-    axis = axis or next(iter(mesh))
-    explicit = (jax.sharding.AxisType.Explicit,) * len(mesh)
-    devices = jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=explicit)
-    kind = devices.devices.flat[0].device_kind
+    mesh = jax.make_mesh((devices or jax.device_count(),), ("all",), axis_types=(jax.sharding.AxisType.Explicit,))
+    kind = jax.devices()[0].device_kind
     if self_test:
-        return _tested(devices, axis)
-    if sides is None and devices.size == 1 and kind != "cpu":
+        return _tested(mesh)
+    if sides is None and mesh.size == 1 and kind != "cpu":
         sides = SIDES
     if sides is None:
-        title = f"{devices.size} x {kind}, jax {jax.__version__}"
-        columns, cells = COLUMNS, rows(measure.measure(devices, axis, amounts, repeats=repeats), 1e9)
+        title = f"{mesh.size} x {kind}, jax {jax.__version__}"
+        columns, cells = COLUMNS, rows(measure.measure(mesh, amounts, repeats=repeats), 1e9)
     else:
         if least := [side for side in sides if side < 1]:
             raise JShardError(f"a square matrix of {least[0]} rows holds nothing to multiply", hint="use --side 1024")
@@ -99,18 +92,18 @@ def bench(
     return 0
 
 
-def _tested(devices: Mesh, axis: str) -> int:
+def _tested(mesh: Mesh) -> int:
     """Compare each kernel with XLA's; the first process says what it found."""
     import jax
 
     from jshard.kernels import measure
 
     wrong, first = 0, jax.process_index() == 0
-    for proof in measure.self_test(devices, axis):
+    for proof in measure.self_test(mesh):
         wrong += proof.wrong
         if first:
             print(proof)
-    on = f"{devices.size} x {devices.devices.flat[0].device_kind}, jax {jax.__version__}"
+    on = f"{mesh.size} x {jax.devices()[0].device_kind}, jax {jax.__version__}"
     if first:
         print(f"{'all right' if not wrong else 'NOT right'} on {on}, {jax.process_count()} process(es)")
     return 1 if wrong and first else 0  # the others wait for the first, which has yet to say so

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jshard.algorithms import ALGORITHMS
-from jshard.errors import JShardError, did_you_mean
+from jshard.errors import JShardError
 from jshard.kernels.all_reduction import all_reduce
 from jshard.kernels.chip import Chip, chip_called, interpret
 from jshard.kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter
@@ -63,18 +63,16 @@ def algorithms_at_hand(op: str, group: int, chip: Chip) -> list[str]:
     return [word for word in words if word in NO_KERNELS or (has_kernels and (word != "ring" or group <= LONGEST_RING))]
 
 
-def measure(
-    mesh: Mesh, mesh_axis: str, sizes: Sequence[int], *, dtype: DTypeLike = "bfloat16", repeats: int = 20
-) -> list[Timing]:
-    """Time each collective at each of `sizes`, bytes of its payload, by each algorithm that compiles here."""
-    _check_mesh_axis(mesh, mesh_axis)
-    group, chip = mesh.shape[mesh_axis], _chip_of(mesh.devices.flat[0])
+def measure(mesh: Mesh, sizes: Sequence[int], *, dtype: DTypeLike = "bfloat16", repeats: int = 20) -> list[Timing]:
+    """Time each collective at each of `sizes`, bytes of its payload, by each algorithm that compiles here, over a mesh of one
+    axis."""
+    group, chip = mesh.size, _chip_at_hand()
     found = []
     for op, size in itertools.product(MOVES, sizes):
         runs = {}
         for algorithm in algorithms_at_hand(op, group, chip):
             with contextlib.suppress(JShardError):  # one_shot of what does not fit VMEM: the others can still be timed
-                runs[algorithm] = _prepared(mesh, mesh_axis, op, algorithm, size, dtype)
+                runs[algorithm] = _prepared(mesh, op, algorithm, size, dtype)
         payload = _elements(op, size, group, dtype) * jnp.dtype(dtype).itemsize
         sent = COLLECTIVES[op].wire(payload, group)
         for algorithm, seconds in _time_in_turns(runs, repeats).items():
@@ -84,19 +82,20 @@ def measure(
 
 def measure_products(sides: Sequence[int], *, dtype: DTypeLike = "bfloat16", repeats: int = 20) -> list[Timing]:
     """Time the product of two square matrices of each of `sides` on one device, by each algorithm that compiles here."""
-    chip = _chip_of(jax.devices()[0])
+    chip = _chip_at_hand()
     peak = chip.peak(str(jnp.dtype(dtype))) if chip.flops else 0.0
     found = []
     for side in sides:
         chained = max(1, min(32, round(CALL_SECONDS * (peak or 1e11) / (2 * side**3))))
         runs = {word: _prepared_product(side, word, dtype, chained) for word in algorithms_at_hand("matmul", 1, chip)}
         for word, seconds in _time_in_turns(runs, repeats).items():
-            each = (one / chained for one in seconds)
-            found.append(Timing("matmul", word, 1, side, *each, repeats, 2 * side**3, peak))
+            median, low, high = (each / chained for each in seconds)
+            found.append(Timing("matmul", word, 1, side, median, low, high, repeats, 2 * side**3, peak))
     return found
 
 
-def _chip_of(device: jax.Device) -> Chip:
+def _chip_at_hand() -> Chip:
+    device = jax.devices()[0]
     return chip_called(device.device_kind, device.platform)
 
 
@@ -118,9 +117,9 @@ def _elements(op: str, size: int, group: int, dtype: DTypeLike) -> int:
     return max(size // jnp.dtype(dtype).itemsize // group, 1) * group
 
 
-def _prepared(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, size: int, dtype: DTypeLike) -> Callable[[], Any]:
+def _prepared(mesh: Mesh, op: str, algorithm: str, size: int, dtype: DTypeLike) -> Callable[[], Any]:
     """Compile a collective and run it once."""
-    group = mesh.shape[mesh_axis]
+    group, (mesh_axis,) = mesh.size, mesh.axis_names
     full = _elements(op, size, group, dtype)
     local = full // group if op == "all_gather" else full
     sharding = jax.NamedSharding(mesh, P(mesh_axis))
@@ -179,29 +178,28 @@ class Proof:
         return f"{self.op} by {self.algorithm} of {self.dtype}{list(self.shape)}: {verdict}{how}"
 
 
-def self_test(mesh: Mesh, mesh_axis: str) -> Iterator[Proof]:
+def self_test(mesh: Mesh) -> Iterator[Proof]:
     """Compare every op by every algorithm with XLA's, on integers, on the devices of one process or of many.
 
     On CPUs the kernels for TPUs are interpreted, which needs all devices in one process. On GPUs only the product has one.
     Permutes run anywhere.
     """
-    _check_mesh_axis(mesh, mesh_axis)
-    group, chip = mesh.shape[mesh_axis], _chip_of(mesh.devices.flat[0])
+    chip = _chip_at_hand()
     can_interpret = chip.platform == "cpu" and jax.process_count() == 1
     for op, words in ALGORITHMS.items():
-        at_hand = algorithms_at_hand(op, group, chip)
+        at_hand = algorithms_at_hand(op, mesh.size, chip)
         for word in words:
             if word == "xla":
                 continue
             if word in at_hand:
-                yield _compare(mesh, mesh_axis, op, word, True, "bfloat16" if chip.name in GPUS else "float32")
+                yield _compare(mesh, op, word, True, "bfloat16" if chip.name in GPUS else "float32")
             elif can_interpret and word not in (*NO_KERNELS, "torus"):
-                yield _compare(mesh, mesh_axis, op, word, False)
-    yield _compare(mesh, mesh_axis, "all_reduce", "xla", True)
+                yield _compare(mesh, op, word, False)
+    yield _compare(mesh, "all_reduce", "xla", True)
 
 
-def _compare(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, compiled: bool, dtype: str = "float32") -> Proof:
-    group = mesh.shape[mesh_axis]
+def _compare(mesh: Mesh, op: str, algorithm: str, compiled: bool, dtype: str = "float32") -> Proof:
+    group, (mesh_axis,) = mesh.size, mesh.axis_names
     local = (2 * group, 5) if op in PRODUCTS or op == "matmul" else (group, 7)
     numbers = (
         (np.arange(group * local[0] * local[1]) * 7 % 13 - 6)
@@ -217,15 +215,9 @@ def _compare(mesh: Mesh, mesh_axis: str, op: str, algorithm: str, compiled: bool
         else:
             expected = _run(op, x, mesh_axis, "xla")
         wrong = (_run(op, x, mesh_axis, algorithm) != expected).sum()
-        return lax.psum(pvary(wrong, mesh.axis_names), mesh.axis_names)
+        return lax.psum(pvary(wrong, mesh.axis_names), mesh_axis)
 
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(mesh_axis), out_specs=P()))
     with contextlib.nullcontext() if compiled else interpret(races=False):
         wrong = int(program(x))
     return Proof(op, algorithm, local, dtype, wrong, not compiled)
-
-
-def _check_mesh_axis(mesh: Mesh, mesh_axis: str) -> None:
-    if mesh_axis not in mesh.axis_names:
-        hint = did_you_mean(mesh_axis, mesh.axis_names, f"use {' or '.join(mesh.axis_names)}")
-        raise JShardError(f'the mesh has no mesh axis "{mesh_axis}"', hint=hint)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_bench_times_xla_only_where_kernels_could_but_be_interpreted(capsys, tmp_path):
     table = tmp_path / "bench.csv"
-    assert bench.bench(["4KiB", "8KiB"], mesh={"d": 2, "t": 4}, axis="t", repeats=2, csv_file=str(table)) == 0
+    assert bench.bench(["4KiB", "8KiB"], devices=4, repeats=2, csv_file=str(table)) == 0
     out = capsys.readouterr().out
     assert "pretend devices of a CPU: only XLA's own can be timed, and that says nothing of an accelerator" in out
     with table.open() as file:
@@ -72,7 +72,7 @@ def test_product_is_timed_by_xla_only_where_its_kernel_could_but_be_interpreted(
 
 
 def test_bandwidth_counts_what_must_travel():
-    timings = measure.measure(jax.make_mesh((4,), ("t",)), "t", [1_000_000], repeats=1)
+    timings = measure.measure(jax.make_mesh((4,), ("t",)), [1_000_000], repeats=1)
     found = {timing.op: timing.done for timing in timings if timing.algorithm == "xla"}
     assert found == {"all_reduce": 1_500_000, "reduce_scatter": 750_000, "all_gather": 750_000}
     timing = measure.Timing("all_reduce", "ring", 4, 1_000_000, 1e-3, 1e-3, 2e-3, 5, 1_500_000, 50e9)
@@ -88,10 +88,6 @@ def test_bandwidth_counts_what_must_travel():
     [
         (lambda: bench.bench(sides=[0]), "a square matrix of 0 rows holds nothing to multiply; use --side 1024"),
         (lambda: bench.bench(["4KB"]), '"4KB" is no size of an array; use bytes or a unit: 4096, 64KiB, 1MiB'),
-        (
-            lambda: bench.bench(mesh={"tensor": 2}, axis="tenser"),
-            'the mesh has no mesh axis "tenser"; did you mean "tensor"?',
-        ),
     ],
 )
 def test_what_can_not_be_measured_is_refused(call, sentence):
@@ -102,7 +98,7 @@ def test_what_can_not_be_measured_is_refused(call, sentence):
 
 @pytest.mark.slow
 def test_self_test_tries_every_kernel(interpreted, capsys):
-    assert bench.bench(mesh={"t": 2}, self_test=True) == 0
+    assert bench.bench(devices=2, self_test=True) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "all_reduce by one_shot of float32[2, 7]: exact on every device (interpreted)"
     assert sum(" by permute " in line for line in lines) == 5
@@ -116,7 +112,7 @@ def test_self_test_finds_a_kernel_that_is_wrong(monkeypatch, capsys):
         measure.MOVES, "reduce_scatter", lambda x, name, algorithm: right(x, name) + (algorithm == "ring")
     )
     monkeypatch.setattr(measure, "ALGORITHMS", {"reduce_scatter": ("ring",)})
-    assert bench.bench(mesh={"t": 2}, self_test=True) == 1
+    assert bench.bench(devices=2, self_test=True) == 1
     assert "reduce_scatter by ring of float32[2, 7]: 14 numbers are WRONG (interpreted)" in capsys.readouterr().out
 
 

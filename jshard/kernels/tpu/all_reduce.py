@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 from jax import Array, Ref, lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jshard.kernels.pallas_call import KernelCost, Result, launch_once
@@ -38,18 +39,19 @@ def _one_shot(group: Group, rank: Index, x_ref, y_ref, slots, sems, *, rounds: i
 
     def run_round() -> None:
         slots[rank] = x_ref[...]  # one's own takes its turn in the sum
-        dma.fori(1, group.size, lambda by: push(by).start())
+        pl.loop(1, group.size)(lambda by: push(by).start())
         # Copies have one size and share one semaphore: n - 1 waits are all of them, in whatever order they arrive.
-        dma.fori(1, group.size, lambda by: push(by).wait())
+        pl.loop(1, group.size)(lambda by: push(by).wait())
         dma.in_blocks(x_ref.shape[0], lambda rows: _sum(slots, rows, y_ref, group.size))
 
-    def run_next_round(_: object) -> None:
+    run_round()
+    if rounds == 1:
+        return
+
+    @pl.loop(1, rounds)
+    def _(_: Index) -> None:
         dma.barrier(group, rank, "everyone")  # all have read their slots, which this round overwrites
         run_round()
-
-    run_round()
-    if rounds > 1:
-        dma.fori(1, rounds, run_next_round)
 
 
 def _sum(slots: Ref, rows: object, y_ref: Ref, n: int) -> None:

@@ -1,4 +1,4 @@
-"""Write TPU kernels that talk to other devices: the group, the barrier, remote copies and rolled loops.
+"""Write TPU kernels that talk to other devices: the group, the barrier, remote copies and loops over blocks.
 
 A rank counts the devices of a group in the order of `mesh_axes`, the first one major.
 """
@@ -105,7 +105,11 @@ def barrier(group: Group, rank: Index, who: Literal["everyone", "neighbours"]) -
             pl.semaphore_signal(semaphore, 1, device_id=group.device_id(group.shift(rank, by)))
         pl.semaphore_wait(semaphore, 2)  # of two devices both neighbours are the other one, which signals twice
         return
-    fori(1, group.size, lambda by: pl.semaphore_signal(semaphore, 1, device_id=group.device_id(group.shift(rank, by))))
+
+    @pl.loop(1, group.size)
+    def _(by: Index) -> None:
+        pl.semaphore_signal(semaphore, 1, device_id=group.device_id(group.shift(rank, by)))
+
     pl.semaphore_wait(semaphore, group.size - 1)
 
 
@@ -118,29 +122,13 @@ def remote_copy(source: Any, target: Any, semaphores: Semaphores, device_id: Any
     return pltpu.make_async_remote_copy(source, target, *semaphores, device_id=device_id)
 
 
-def copy_locally(source: jax.Ref, target: jax.Ref, semaphore: object) -> None:
-    """Copy `source` to `target` on this device, and wait for it."""
-    copy = pltpu.make_async_copy(source, target, semaphore)
-    copy.start()
-    copy.wait()
-
-
-def fori(start: Index, stop: Index, body: Callable[[Any], Any]) -> None:
-    """Run `body(i)` for each i in a rolled loop, so that a long ring compiles as fast as a short one."""
-
-    def step(i: Index, _: None) -> None:
-        body(i)
-
-    lax.fori_loop(start, stop, step, None)
-
-
 def in_blocks(rows: int, body: Callable[[Any], Any]) -> None:
     """Run `body(slice)` for the rows of a buffer, a block at a time: a full buffer would not fit the registers."""
     if rows <= BLOCK:
         body(pl.ds(0, rows))
         return
     assert rows % BLOCK == 0, rows
-    fori(0, rows // BLOCK, lambda b: body(pl.ds(b * BLOCK, BLOCK)))
+    pl.loop(0, rows // BLOCK)(lambda b: body(pl.ds(b * BLOCK, BLOCK)))
 
 
 def accumulator_dtype(dtype: jax.typing.DTypeLike) -> Any:

@@ -50,7 +50,8 @@ def scatter(group: Group, rank: Index, x_ref: Ref, slots: Ref, sems: Semaphores)
         dma.in_blocks(rows, lambda r, d=direction, mine=mine: _store(slots.at[0, d], r, x_ref[mine, d, r, :]))
         copy(direction, 0).start()
 
-    def add_and_pass_on(step: Index) -> None:
+    @pl.loop(0, n - 1)  # rolled, so that a long ring compiles as fast as a short one
+    def _(step: Index) -> None:
         for direction in (0, 1):  # while one direction is added, the other one's numbers travel
             copy(direction, step).wait_recv()
             mine, slot = part(direction, step + 1), slots.at[step + 1, direction]
@@ -60,10 +61,9 @@ def scatter(group: Group, rank: Index, x_ref: Ref, slots: Ref, sems: Semaphores)
             def _(direction: int = direction) -> None:
                 copy(direction, step + 1).start()
 
-    dma.fori(0, n - 1, add_and_pass_on)
     # Only now, as no slot is written again: a wait in the loop would cost time and protect nothing.
     for direction in (0, 1):
-        dma.fori(0, n - 1, lambda step, d=direction: copy(d, step).wait_send())
+        pl.loop(0, n - 1)(lambda step, d=direction: copy(d, step).wait_send())
 
 
 def _store(slot: Ref, rows: object, x: Array) -> None:
@@ -89,15 +89,15 @@ def gather(group: Group, rank: Index, y_ref: Ref, sems: Semaphores) -> None:
         part = y_ref.at[group.shift(rank, -step if direction == 0 else step - n), direction]
         return ring_copy(group, rank, part, part, sems, step, direction)
 
-    def pass_on(step: Index) -> None:
+    @pl.loop(0, n - 1)
+    def _(step: Index) -> None:
         for direction in (0, 1):
             copy(direction, step).start()
         for direction in (0, 1):  # what arrives in this step is what the next one sends
             copy(direction, step).wait_recv()
 
-    dma.fori(0, n - 1, pass_on)
     for direction in (0, 1):
-        dma.fori(0, n - 1, lambda step, d=direction: copy(d, step).wait_send())
+        pl.loop(0, n - 1)(lambda step, d=direction: copy(d, step).wait_send())
 
 
 def reduce_scatter(x: Array, group: Group, payload: object, *, out_dtype: DTypeLike) -> Array:
@@ -127,10 +127,10 @@ def all_gather(x: Array, group: Group, payload: object) -> Array:
     """Gather `x[2, rows, 128]` of all devices, `[n, 2, rows, 128]`, from HBM to HBM: nothing needs to fit VMEM."""
     cost = KernelCost("all_gather", "ring", payload, wire=x.size * x.dtype.itemsize * (group.size - 1))
     result = Result((group.size, *x.shape), x.dtype, group.mesh_axes)
-    scratch = [DMA, semaphores(group.size)]
+    scratch = [semaphores(group.size)]
     return launch_once(_all_gather, x, result, group, cost, scratch, partners="neighbours", memory=HBM)
 
 
-def _all_gather(group: Group, rank: Index, x_ref, y_ref, copied, sems) -> None:
-    dma.copy_locally(x_ref, y_ref.at[rank], copied)  # a part has one place on all devices, and is sent from there
+def _all_gather(group: Group, rank: Index, x_ref, y_ref, sems) -> None:
+    pltpu.sync_copy(x_ref, y_ref.at[rank])  # a part has one place on all devices, and is sent from there
     gather(group, rank, y_ref, sems)
