@@ -37,10 +37,10 @@ def matmul(x_mk: Array, w_kn: Array, out_dtype: jnp.dtype) -> Array:
     rows, columns = tile_for(m, n, chip.gpu["cores"], generation)
     x = pad_to(x_mk, round_up(m, rows), round_up(k, DEPTH))
     w = pad_to(w_kn, round_up(k, DEPTH), round_up(n, columns))
-    x = multiplied_p.bind(x, flops=2 * m * n * k)
-    kernel = _hopper if generation == "hopper" else _blackwell
-    y = kernel(invariant_cast_p.bind(x), invariant_cast_p.bind(w), rows, columns, out_dtype)  # it knows no check_vma
     varying = jax.typeof(x).mat.varying | jax.typeof(w).mat.varying
+    x = multiplied_p.bind(x, flops=2 * m * n * k)
+    x, w = invariant_cast_p.bind(x), invariant_cast_p.bind(w)  # the kernels know no check_vma
+    y = _hopper(x, w, rows, columns, out_dtype) if generation == "hopper" else _blackwell(x, w, rows)
     return pvary(y, tuple(sorted(varying)))[:m, :n].astype(out_dtype)
 
 
@@ -63,9 +63,8 @@ def _hopper(x: Array, w: Array, rows: int, columns: int, out_dtype: jnp.dtype) -
     return kernel.matmul(x, w, jnp.zeros((x.shape[0], w.shape[1]), jnp.float32) if is_wide else None, config)
 
 
-def _blackwell(x: Array, w: Array, rows: int, columns: int, out_dtype: jnp.dtype) -> Array:
+def _blackwell(x: Array, w: Array, rows: int) -> Array:
     from jax.experimental.pallas.ops.gpu import blackwell_matmul_mgpu as kernel
 
-    del columns, out_dtype
     config = kernel.TuningConfig(128, 128, DEPTH, STAGES, rows == 256, epilogue_tile_n=32, grid_tile_width=BAND)
     return kernel.matmul_kernel(x, w, config)

@@ -20,8 +20,7 @@ from jshard.kernels.deterministic_sum import between_processes
 # Words that run on every chip: XLA's own operations.
 NO_KERNELS = ("auto", "hierarchical", "in_order", "permute", "xla")
 DTYPES = ("float32", "bfloat16", "int32", "int8")
-GPU_DTYPES = ("bfloat16", "float16")  # what tensor cores multiply as it lies in memory
-GPU_GENERATIONS = {9: "hopper", 10: "blackwell"}  # by compute capability; the kernel's file
+GPU_GENERATIONS = {9: "hopper", 10: "blackwell"}  # by compute capability: the name in JAX's kernels
 GPUS = [name for name, each in chips.CHIPS.items() if each.gpu.get("major") in GPU_GENERATIONS]  # that have a kernel
 LONGEST_RING = 64  # a ring takes 4 semaphores a step, and a TPU has about 500
 Unsupported = Callable[[], tuple[str, str] | None]  # why a kernel can't take its operands, and what to type instead
@@ -296,7 +295,7 @@ def _refusal(
 def _dtypes(op: str, chip: Chip) -> list[str]:
     """List the dtypes of a kernel. A TPU's matrix unit multiplies no int32, v4's no int8; a GPU's kernel takes 16 bits."""
     if chip.platform == "gpu":
-        return list(GPU_DTYPES)
+        return ["bfloat16", "float16"]  # what tensor cores multiply as it lies in memory
     missing = () if "matmul" not in op else ("int32", "int8") if chip.name == "v4" else ("int32",)
     return [name for name in DTYPES if name not in missing]
 
