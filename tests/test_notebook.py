@@ -74,7 +74,7 @@ class Frames(HTMLParser):
 
 def test_report_and_timeline_are_framed_apart_from_the_notebook():
     from jshard.inspect.report.html_report import Report
-    from jshard.inspect.timeline.run_timeline import Timeline
+    from jshard.inspect.timeline import Timeline
 
     page = "<!doctype html><p title='x'>\"quoted\" & <script>1</script></p>"
     drawn = Timeline("run", (), (), (), (), 1.0, ())

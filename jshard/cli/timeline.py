@@ -11,11 +11,10 @@ FILE = "timeline.html"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "jshard timeline [-h] RUN [-o timeline.html] [--step N] [--json]"
+    parser.usage = "jshard timeline [-h] RUN [-o timeline.html] [--json]"
     parser.set_defaults(needs=("the folder of a run", "runs/digits"))
     parser.epilog = "RUN is the folder of a run, or any that JAX's profiler wrote into."
     parser.add_argument("-o", "--output", metavar=FILE, help=f"the page to write; {FILE} unless --json is given")
-    parser.add_argument("--step", type=int, metavar="N", help="only this step")
     parser.add_argument("--json", action="store_true", help="print each event as a line of JSON")
 
 
@@ -27,7 +26,7 @@ def run(chosen: argparse.Namespace) -> int:
         )
     from jshard.inspect.timeline import timeline
 
-    drawn = timeline(chosen.path, chosen.step)
+    drawn = timeline(chosen.path)
     if chosen.json:
         for line in drawn.json_lines():
             print(line)

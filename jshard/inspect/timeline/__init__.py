@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from jshard.inspect.timeline.run_timeline import Timeline as Timeline
+from jshard.inspect.timeline.page import Timeline as Timeline
 from jshard.inspect.timeline.run_timeline import timeline as timeline

@@ -15,10 +15,8 @@ import numpy as np
 
 from jshard.errors import JShardError
 from jshard.inspect.compiled.collective import axes_of
-from jshard.inspect.ledger.entries import Staged
 from jshard.inspect.timeline.event import Event, FileEvents, read
 from jshard.inspect.timeline.programs import Operation
-from jshard.layers.pipeline.table import present_table
 from jshard.programs.protobuf import Unreadable
 from jshard.programs.provenance import Cause
 from jshard.runs.names import CAPTURED, TRACE
@@ -144,22 +142,21 @@ def describe(folder: Path, title: str, **more: object) -> Capture:
         },
         "steps": sorted({event.step for event in events if event.step is not None}),
         "lines": _lines(events),
-        **pipeline(),
+        "stages": stages(),
         **more,
     }
     _write(folder, metadata)
     return Capture(folder, metadata)
 
 
-def pipeline() -> dict[str, Any]:
-    """The table that a pipeline runs by, and the stage of each device."""
-    table, present = present_table(), configuration()
-    if table is None or present is None or present.pipeline is None:
+def stages() -> dict[str, int]:
+    """Return the stage of a pipeline that each device runs."""
+    present = configuration()
+    if present is None or present.pipeline is None:
         return {}
     grid, axis = mesh().devices, mesh().axis_names.index(present.pipeline.axis)
     numbers = {device: number for number, device in enumerate(jax.devices())}
-    stages = {str(numbers[device]): at[axis] for at, device in np.ndenumerate(grid)}
-    return {"pipeline": Staged(present.pipeline.axis, table).document(), "stages": stages}
+    return {str(numbers[device]): at[axis] for at, device in np.ndenumerate(grid)}
 
 
 def refuse(folder: Path, asked: str, fault: str) -> None:

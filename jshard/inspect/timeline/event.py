@@ -20,7 +20,7 @@ DEVICE = re.compile(r"/device:(?:TPU|GPU|\w+):(\d+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """One run of one operation on one device. Times are nanoseconds of the capture's own clock."""
+    """One run of one operation on one device. Times are nanoseconds of the capture's own clock; of a page, from its begin."""
 
     device: int | None  # the number that its process knows the device by; None where the capture does not tell
     thread: str
@@ -30,6 +30,9 @@ class Event:
     step: int | None
     start: float
     duration: float
+    lane: int = 0  # on a page; and the row in that lane
+    row: int = 0
+    line: str = ""  # configs/mlp.yaml:4
 
     @property
     def end(self) -> float:

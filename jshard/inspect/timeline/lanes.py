@@ -1,35 +1,14 @@
-"""Arrange events for drawing: a lane for each device, in it a row for each event that runs beside or inside another."""
+"""Arrange events for drawing, a lane for each device, in it a row for each event that runs beside or inside another; sum
+them."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from jshard.schedules import Table
+from jshard.inspect.timeline.event import Event
 
 Span = tuple[float, float]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TimedEvent:
-    """One event: times in nanoseconds from the begin of the picture."""
-
-    lane: int
-    row: int
-    op: str
-    kind: str  # compute, collective, or around: a loop or a call, with others inside
-    collective: str
-    signal: str  # "decoder/attn"; "-" when it stands under none
-    phase: str
-    line: str  # configs/mlp.yaml:4, or ""
-    program: str
-    step: int | None
-    start: float
-    duration: float
-
-    @property
-    def end(self) -> float:
-        return self.start + self.duration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,24 +33,6 @@ class Window:
     end: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Drawing:
-    """What a page of a capture shows. `notes` are sentences about how to read it."""
-
-    title: str
-    about: tuple[str, ...]
-    lanes: tuple[Lane, ...]
-    bars: tuple[TimedEvent, ...]
-    steps: tuple[Window, ...]
-    length: float
-    notes: tuple[str, ...]
-    table: Table | None = None  # that the stages of a pipeline run by
-
-    def total(self, what: str) -> float:
-        """Sum a field of the lanes, a time, over all of them."""
-        return sum(getattr(lane, what) for lane in self.lanes)
-
-
 def rows(spans: Sequence[Span]) -> list[int]:
     """Return the row of each span: the first free one, so that what runs inside another is below it.
 
@@ -88,12 +49,12 @@ def rows(spans: Sequence[Span]) -> list[int]:
     return found
 
 
-def lane(name: str, rank: int, bars: Iterable[TimedEvent], length: float) -> Lane:
+def lane(name: str, rank: int, bars: Iterable[Event], length: float) -> Lane:
     """Sum what a device did in a picture of this length. Loops and calls are not counted, as what they run is."""
     bars = list(bars)
-    compute = union((bar.start, bar.end) for bar in bars if bar.kind == "compute")
-    moving = union((bar.start, bar.end) for bar in bars if bar.kind == "collective")
-    busy = union((bar.start, bar.end) for bar in bars if bar.kind != "around")
+    compute = union((bar.start, bar.end) for bar in bars if bar.operation.kind == "compute")
+    moving = union((bar.start, bar.end) for bar in bars if bar.operation.kind == "collective")
+    busy = union((bar.start, bar.end) for bar in bars if bar.operation.kind != "around")
     return Lane(
         name,
         rank,
@@ -112,3 +73,24 @@ def union(spans: Iterable[Span]) -> float:
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
+
+
+def sums(bars: Iterable[Event]) -> list[tuple[Event, list[float]]]:
+    """Group bars by operation, over all devices and steps: one bar of each, and the times of all, the longest sum first.
+
+    Loops and calls are not among them, as what they run is.
+    """
+    found: dict[tuple[str, str], tuple[Event, list[float]]] = {}
+    for bar in bars:
+        if bar.operation.kind != "around":
+            found.setdefault((bar.program, bar.op), (bar, []))[1].append(bar.duration)
+    return sorted(found.values(), key=lambda each: -sum(each[1]))
+
+
+def by_signal(bars: Iterable[Event]) -> list[tuple[str, float, float]]:
+    """Sum over devices and steps, by signal: the time of what it computes, and that of its collectives."""
+    found: dict[str, list[float]] = {}
+    for bar in bars:
+        if bar.operation.kind != "around":
+            found.setdefault(bar.operation.signal, [0.0, 0.0])[bar.operation.kind == "collective"] += bar.duration
+    return [(name, found[name][0], found[name][1]) for name in sorted(found, key=lambda name: -sum(found[name]))]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jshard.inspect.timeline.lanes import Drawing, Lane, TimedEvent
-from jshard.inspect.timeline.words import by_signal, share, span, steps_in_words, sums
+from jshard.inspect.timeline.event import Event
+from jshard.inspect.timeline.lanes import Lane, Window, by_signal, sums
 from jshard.printing.markup import Child, Markup, data, element
-from jshard.printing.pages.shell import Figure, document, section, stack, table
+from jshard.printing.pages.shell import Figure, document, framed, section, stack, table, write
 from jshard.printing.pages.words import breakable, signal_name, times
-from jshard.schedules import Cost
-from jshard.schedules.drawing import drawn as schedule
+from jshard.printing.units import three_digits
 
 HERE = Path(__file__).parent
+SCHEMA = "jshard.timeline/1"
 LINKS = (("Timeline", "#timeline"), ("Devices", "#devices"), ("Signals", "#signals"), ("Operations", "#operations"))
 LONGEST = 30
 READING = "A lane for each device, a bar for each operation; point at one to see what it is."
@@ -25,7 +28,62 @@ FOOTER = (
 )
 
 
-def page(drawn: Drawing) -> str:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Timeline:
+    """Every event of a capture as a bar, as a page or JSON. `notes` are sentences about how to read it."""
+
+    title: str
+    about: tuple[str, ...]
+    lanes: tuple[Lane, ...]
+    bars: tuple[Event, ...]
+    steps: tuple[Window, ...]
+    length: float
+    notes: tuple[str, ...]
+
+    def total(self, what: str) -> float:
+        """Sum a field of the lanes, a time, over all of them."""
+        return sum(getattr(lane, what) for lane in self.lanes)
+
+    def html(self) -> str:
+        return page(self)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the page to one HTML file, which needs nothing else."""
+        return write(Path(path), self.html().encode(), "the timeline", "-o timeline.html")
+
+    def json_lines(self) -> Iterator[str]:
+        """Write each event as one document, the schema in the first line."""
+        yield json.dumps({"schema": SCHEMA, "title": self.title, "events": len(self.bars), "notes": self.notes})
+        for bar in self.bars:
+            of = {key: getattr(bar.operation, key) for key in ("kind", "collective", "signal", "phase")}
+            own = {key: getattr(bar, key) for key in ("row", "op", "line", "program", "step", "start", "duration")}
+            yield json.dumps({"device": self.lanes[bar.lane].name, **own, **of})
+
+    def __str__(self) -> str:
+        when = steps_in_words([window.step for window in self.steps]) or "no marked step"
+        return f"{self.title}: {when}, {len(self.bars):,} operations on {times(len(self.lanes), 'device')}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return framed(self.html())
+
+
+def span(nanoseconds: float) -> str:
+    """`412 ns`, `1.23 µs`, `45.6 ms`: three digits."""
+    return three_digits(nanoseconds, 1000, ("ns", "µs", "ms", "s"))
+
+
+def share(part: float, total: float) -> str:
+    return f"{100 * part / total:.1f} %" if total else "–"
+
+
+def steps_in_words(numbers: Sequence[int]) -> str:
+    """`steps 7 to 8`, `step 7`, or "" for none."""
+    return f"steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else "".join(f"step {n}" for n in numbers)
+
+
+def page(drawn: Timeline) -> str:
     """The whole page."""
     return document(
         drawn.title,
@@ -36,14 +94,6 @@ def page(drawn: Drawing) -> str:
         figures=_figures(drawn),
         sections=(
             section("timeline", "What ran, where and when", " ".join((READING, *drawn.notes)), _picture(drawn)),
-            None
-            if drawn.table is None
-            else section(
-                "schedule",
-                "What each stage runs when",
-                f"By the table {Cost(drawn.table)}; what a device did is above, what it waited below.",
-                schedule([Cost(drawn.table)]),
-            ),
             section(
                 "devices",
                 "What each device did",
@@ -66,7 +116,7 @@ def page(drawn: Drawing) -> str:
     )
 
 
-def _figures(drawn: Drawing) -> list[Figure]:
+def _figures(drawn: Timeline) -> list[Figure]:
     length, moving = drawn.length * len(drawn.lanes), drawn.total("collectives")
     steps = [window.end - window.start for window in drawn.steps]
     which = steps_in_words([window.step for window in drawn.steps]) or "none"
@@ -87,7 +137,7 @@ def _figures(drawn: Drawing) -> list[Figure]:
     ]
 
 
-def _picture(drawn: Drawing) -> Markup:
+def _picture(drawn: Timeline) -> Markup:
     def choice(what: str, *words: str) -> Markup:
         chosen = [
             element(
@@ -143,7 +193,7 @@ def _picture(drawn: Drawing) -> Markup:
     )
 
 
-def _devices(drawn: Drawing) -> Markup:
+def _devices(drawn: Timeline) -> Markup:
     def timed(time: float) -> list[Child]:
         return [span(time), element("span", share(time, drawn.length), class_="part")]
 
@@ -168,10 +218,10 @@ def _split(lane: Lane, length: float) -> Markup:
     return stack([(what, time, None) for what, time in lengths.items()], length, track=True)
 
 
-def _signals(drawn: Drawing) -> Markup:
+def _signals(drawn: Timeline) -> Markup:
     found = by_signal(drawn.bars)
     total = sum(compute + moving for _, compute, moving in found)
-    lines = {bar.signal: bar.line for bar in drawn.bars if bar.line}
+    lines = {bar.operation.signal: bar.line for bar in drawn.bars if bar.line}
     rows = [
         (
             signal_name(signal),
@@ -185,7 +235,7 @@ def _signals(drawn: Drawing) -> Markup:
     return table("signals", ("Signal", "Line", "Computing", "Collectives", "Of all"), rows, numbers=range(2, 5))
 
 
-def _operations(drawn: Drawing) -> Markup:
+def _operations(drawn: Timeline) -> Markup:
     found = sums(drawn.bars)
     total = sum(sum(runs) for _, runs in found)
     rows = [_operation(bar, runs, total) for bar, runs in found[:LONGEST]]
@@ -196,8 +246,9 @@ def _operations(drawn: Drawing) -> Markup:
     return element("div", element("p", says, class_="says"), shown)
 
 
-def _operation(bar: TimedEvent, runs: Sequence[float], total: float) -> list[Child]:
-    what = bar.collective.replace("_", "-") or "computes"
+def _operation(bar: Event, runs: Sequence[float], total: float) -> list[Child]:
+    of = bar.operation
+    what = of.collective.replace("_", "-") or "computes"
     return [
         element(
             "button",
@@ -208,8 +259,8 @@ def _operation(bar: TimedEvent, runs: Sequence[float], total: float) -> list[Chi
             data_program=bar.program,
             aria_pressed="false",
         ),
-        [element("span", what, class_=f"what {bar.kind}"), element("span", bar.phase, class_="via")],
-        "–" if bar.signal == "-" else breakable(bar.signal),
+        [element("span", what, class_=f"what {of.kind}"), element("span", of.phase, class_="via")],
+        "–" if of.signal == "-" else breakable(of.signal),
         element("span", bar.line or "–", class_="place"),
         f"{len(runs):,}",
         span(max(runs)),
@@ -223,13 +274,14 @@ def _or_none(time: float) -> str:
     return span(time) if time else "–"
 
 
-def _events(drawn: Drawing) -> dict[str, object]:
+def _events(drawn: Timeline) -> dict[str, object]:
     """What the script draws: each list has one entry for each event."""
     kinds: dict[tuple[str, ...], int] = {}
-    which = [
-        kinds.setdefault((bar.op, bar.kind, bar.collective, bar.signal, bar.phase, bar.line, bar.program), len(kinds))
-        for bar in drawn.bars
-    ]
+    which = []
+    for bar in drawn.bars:
+        of = bar.operation
+        kind = bar.op, of.kind, of.collective, of.signal, of.phase, bar.line, bar.program
+        which.append(kinds.setdefault(kind, len(kinds)))
     return {
         "lanes": [{"name": lane.name, "rows": lane.rows} for lane in drawn.lanes],
         "steps": [[window.step, round(window.start), round(window.end)] for window in drawn.steps],

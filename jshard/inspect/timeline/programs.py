@@ -20,29 +20,30 @@ AROUND = frozenset(("while", "call", "conditional"))  # they run others, whose e
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One instruction of a compiled program."""
+    """One instruction of a compiled program. All its events share it, so what is asked of it is found once."""
 
     opcode: str = ""
     causes: tuple[Cause, ...] = ()  # several where XLA made one instruction of several
     within: str = ""  # the collective of a fusion, or of an asynchronous computation
     members: tuple[int, ...] = ()  # the devices of its first group, by their number in the mesh
 
-    @property
+    @functools.cached_property
     def collective(self) -> str:
         """The name of a collective, "all_reduce"; "" for what moves nothing between devices."""
         kind = KIND_OF.get(self.opcode.removesuffix("-start").removesuffix("-done"))
         return self.within if kind is None else kind.name
 
-    @property
+    @functools.cached_property
     def kind(self) -> str:
+        """Tell `collective`, `compute`, or `around`: a loop or a call, with others inside."""
         return "collective" if self.collective else "around" if self.opcode in AROUND else "compute"
 
-    @property
+    @functools.cached_property
     def signal(self) -> str:
         """`decoder/attn`, `layer1 + layer2`, or "-" when it stands under none."""
         return " + ".join(dict.fromkeys(each.signal for each in self.causes if each.path)) or "-"
 
-    @property
+    @functools.cached_property
     def phase(self) -> str:
         return latest(each.phase for each in self.causes)
 

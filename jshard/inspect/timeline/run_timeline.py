@@ -3,57 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jshard.errors import JShardError
-from jshard.inspect.ledger.entries import Staged
 from jshard.inspect.timeline.capture import Capture, captures
 from jshard.inspect.timeline.event import Event
-from jshard.inspect.timeline.lanes import Drawing, TimedEvent, Window, lane, rows
-from jshard.inspect.timeline.page import page
-from jshard.inspect.timeline.words import steps_in_words
-from jshard.printing.pages.shell import framed, write
+from jshard.inspect.timeline.lanes import Window, lane, rows
+from jshard.inspect.timeline.page import Timeline
 from jshard.printing.pages.words import times
 
-SCHEMA = "jshard.timeline/1"
 
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Timeline(Drawing):
-    """Every event of a capture as a bar, as a page or JSON."""
-
-    def html(self) -> str:
-        return page(self)
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page to one HTML file, which needs nothing else."""
-        return write(Path(path), self.html().encode(), "the timeline", "-o timeline.html")
-
-    def json_lines(self) -> Iterator[str]:
-        """Write each event as one document, the schema in the first line."""
-        yield json.dumps({"schema": SCHEMA, "title": self.title, "events": len(self.bars), "notes": self.notes})
-        for bar in self.bars:
-            fields = dataclasses.asdict(bar)
-            yield json.dumps({"device": self.lanes[fields.pop("lane")].name, **fields})
-
-    def __str__(self) -> str:
-        when = steps_in_words([window.step for window in self.steps]) or "no marked step"
-        return f"{self.title}: {when}, {len(self.bars):,} operations on {times(len(self.lanes), 'device')}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return framed(self.html())
-
-
-def timeline(folder: str | os.PathLike[str], step: int | None = None) -> Timeline:
-    """Read the capture in a run's folder, or in any that JAX's profiler wrote into; of one step where one is named."""
+def timeline(folder: str | os.PathLike[str]) -> Timeline:
+    """Read the capture in a run's folder, or in any that JAX's profiler wrote into."""
     found = captures(Path(folder))
-    by_rank = {capture.rank: _of_step(capture, step) for capture in found}
+    by_rank = {capture.rank: capture.read.events for capture in found}
     begins, notes = _clocks(by_rank)
     earliest = min(events[0].start - begins[rank] for rank, events in by_rank.items())
     length = max(event.end - begins[rank] for rank, events in by_rank.items() for event in events) - earliest
@@ -80,45 +45,19 @@ def timeline(folder: str | os.PathLike[str], step: int | None = None) -> Timelin
         steps=_windows(bars),
         length=length,
         notes=(*notes, *_notes(found, by_rank)),
-        table=None if (of := found[0].metadata.get("pipeline")) is None else Staged.of(of).table,
     )
 
 
-def _bars(number: int, events: Sequence[Event], begin: float, capture: Capture) -> list[TimedEvent]:
+def _bars(number: int, events: Sequence[Event], begin: float, capture: Capture) -> list[Event]:
+    """Put the events of a device in their rows, with the lines of the configuration behind them."""
     placed = rows([(event.start, event.end) for event in events])
     return [
-        TimedEvent(
-            lane=number,
-            row=row,
-            op=event.op,
-            kind=event.operation.kind,
-            collective=event.operation.collective,
-            signal=event.operation.signal,
-            phase=event.operation.phase,
-            line=capture.line(event.operation),
-            program=event.program,
-            step=event.step,
-            start=event.start - begin,
-            duration=event.duration,
-        )
+        dataclasses.replace(event, lane=number, row=row, line=capture.line(event.operation), start=event.start - begin)
         for row, event in zip(placed, events, strict=True)
     ]
 
 
-def _of_step(capture: Capture, step: int | None) -> list[Event]:
-    events = list(capture.read.events)
-    if step is None:
-        return events
-    chosen = [event for event in events if event.step == step]
-    if not chosen:
-        there = sorted({event.step for event in events if event.step is not None})
-        has = f"has {steps_in_words(there)}" if there else "marks no step"
-        hint = f"type: --step {there[0]}" if there else "leave --step away"
-        raise JShardError(f"the capture in {capture.folder} {has}, and no step {step}", hint=hint)
-    return chosen
-
-
-def _clocks(by_rank: dict[int, list[Event]]) -> tuple[dict[int, float], list[str]]:
+def _clocks(by_rank: Mapping[int, Sequence[Event]]) -> tuple[dict[int, float], list[str]]:
     """Return when each process's picture begins on its own clock, and how that was decided."""
     steps = [{event.step for event in events if event.step is not None} for events in by_rank.values()]
     first = min(set.intersection(*steps), default=None) if len(by_rank) > 1 else None
@@ -136,8 +75,8 @@ def _clocks(by_rank: dict[int, list[Event]]) -> tuple[dict[int, float], list[str
     return begins, [note]
 
 
-def _windows(bars: Sequence[TimedEvent]) -> tuple[Window, ...]:
-    by_step: dict[int, list[TimedEvent]] = {}
+def _windows(bars: Sequence[Event]) -> tuple[Window, ...]:
+    by_step: dict[int, list[Event]] = {}
     for bar in bars:
         if bar.step is not None:
             by_step.setdefault(bar.step, []).append(bar)
@@ -156,7 +95,7 @@ def _about(found: Sequence[Capture], lanes: int) -> tuple[str, ...]:
     return (devices, processes, *([f"captured by JAX {jax}"] if jax else []))
 
 
-def _notes(found: Sequence[Capture], by_rank: dict[int, list[Event]]) -> list[str]:
+def _notes(found: Sequence[Capture], by_rank: Mapping[int, Sequence[Event]]) -> list[str]:
     notes = []
     missing = sorted(set(range(found[0].processes)) - set(by_rank))
     if missing:

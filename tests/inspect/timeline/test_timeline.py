@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 
 from jshard.cli import main
-from jshard.inspect.ledger.entries import Staged
 from jshard.inspect.timeline import timeline
 from jshard.inspect.timeline.capture import captures
-from jshard.inspect.timeline.lanes import TimedEvent, lane, rows, union
-from jshard.inspect.timeline.page import page
-from jshard.inspect.timeline.run_timeline import Timeline
-from jshard.inspect.timeline.run_timeline import Window as Step
-from jshard.inspect.timeline.words import by_signal, span, sums
-from jshard.schedules import generate
+from jshard.inspect.timeline.event import Event
+from jshard.inspect.timeline.lanes import Window as Step
+from jshard.inspect.timeline.lanes import by_signal, lane, rows, sums, union
+from jshard.inspect.timeline.page import Timeline, page, span
+from jshard.inspect.timeline.programs import Operation
+from jshard.programs.provenance import Cause
 from tests.support.browser import Window
 from tests.support.xplanes import Instruction, Op, plane, programs, write
 
@@ -78,7 +77,10 @@ def bars_of(text: str) -> dict:
 
 def test_timeline_bars_are_the_events_with_their_device_step_signal_and_kind(tmp_path):
     drawn = timeline(four(tmp_path))
-    told = [(bar.lane, bar.row, bar.step, bar.op, bar.kind, bar.signal, bar.start, bar.duration) for bar in drawn.bars]
+    told = [
+        (bar.lane, bar.row, bar.step, bar.op, bar.operation.kind, bar.operation.signal, bar.start, bar.duration)
+        for bar in drawn.bars
+    ]
     assert told == [
         (0, 0, 7, "dot.1", "compute", "up", 0, 100),
         (0, 0, 7, "psum.2", "collective", "down", 120, 180),
@@ -115,7 +117,12 @@ def test_timeline_lane_sums_count_what_overlaps_once(tmp_path):
 )
 def test_timeline_operation_is_what_the_compiled_program_says(tmp_path, name, kind, collective, signal, phase):
     (bar,) = timeline(write(tmp_path, PROGRAM, cpu(ran(name, 0, 5)))).bars
-    assert (bar.kind, bar.collective, bar.signal, bar.phase) == (kind, collective, signal, phase)
+    assert (bar.operation.kind, bar.operation.collective, bar.operation.signal, bar.operation.phase) == (
+        kind,
+        collective,
+        signal,
+        phase,
+    )
 
 
 def test_timeline_program_out_of_a_cache_is_known_by_its_name_and_its_instructions(tmp_path):
@@ -132,18 +139,18 @@ def test_timeline_program_out_of_a_cache_is_known_by_its_name_and_its_instructio
     ops = [ran("dot.1", 0, 5), ran("dot.2", 5, 5), ran("dot.3", 10, 5), ran("dot.1", 20, 5, run=-2)]
     drawn = timeline(write(tmp_path, whole, cpu(*ops)))
     # of the second run nothing tells which of the three it was
-    assert [bar.signal for bar in drawn.bars] == ["two", "two", "-", "-"]
+    assert [bar.operation.signal for bar in drawn.bars] == ["two", "two", "-", "-"]
     # a number that may be right is, but not against what was seen
     numbered = [dataclasses.replace(op, stats={**op.stats, "program_id": 2}) for op in ops]
     drawn = timeline(write(tmp_path / "numbered", whole, cpu(*numbered)))
-    assert [bar.signal for bar in drawn.bars] == ["two", "two", "-", "one"]
+    assert [bar.operation.signal for bar in drawn.bars] == ["two", "two", "-", "one"]
 
 
 def test_timeline_of_an_operation_whose_program_is_not_there_has_the_signal_that_it_says_itself(tmp_path):
     said = {"program_id": 9, "tf_op": "jit(train)/jshard[signal=up]/dot_general:", "hlo_category": "dot"}
     lines = {"XLA Ops": [Op("dot.1", 0, 5, said), Op("dot.2", 5, 5, {"program_id": 9})]}
     drawn = timeline(write(tmp_path, PROGRAM, plane("/device:TPU:0", lines)))
-    assert [bar.signal for bar in drawn.bars] == ["up", "-"]
+    assert [bar.operation.signal for bar in drawn.bars] == ["up", "-"]
 
 
 def test_timeline_loop_lies_above_what_runs_in_it_and_is_not_counted_twice(tmp_path):
@@ -167,7 +174,7 @@ def test_timeline_of_a_tpu_has_operations_named_by_their_text_and_steps_of_the_r
     }
     host = cpu(steps={3: 5, 4: 6})
     drawn = timeline(write(tmp_path, PROGRAM, host, plane("/device:TPU:2", lines)))
-    assert [(bar.op, bar.kind, bar.step, bar.row) for bar in drawn.bars] == [
+    assert [(bar.op, bar.operation.kind, bar.step, bar.row) for bar in drawn.bars] == [
         ("dot.1", "compute", 3, 0),
         ("psum.2", "collective", 4, 0),
         ("start.3", "collective", 4, 1),
@@ -183,7 +190,7 @@ def test_timeline_of_a_gpu_has_the_kernels_of_all_its_streams_and_steps_by_time(
         "Framework Name Scope": [Op("layer", 0, 50)],
     }
     drawn = timeline(write(tmp_path, PROGRAM, cpu(steps={1: 5, 2: 6}), plane("/device:GPU:0", lines)))
-    assert [(bar.op, bar.signal, bar.step) for bar in drawn.bars] == [
+    assert [(bar.op, bar.operation.signal, bar.step) for bar in drawn.bars] == [
         ("dot.1", "up", 1),
         ("MemcpyD2D", "-", 1),
         ("dot.1", "up", 2),
@@ -196,7 +203,7 @@ def test_timeline_of_a_cuda_graph_names_the_instructions_of_its_kernels(tmp_path
     kernels = [Op(name, 10 * place, 5, stats) for place, name in enumerate(("dot_1", "fusion_6", "memcpy32_post"))]
     lines = {"Stream #14(Compute)": kernels}
     drawn = timeline(write(tmp_path, PROGRAM, cpu(steps={1: 5}), plane("/device:GPU:0", lines)))
-    assert [(bar.op, bar.signal, bar.phase) for bar in drawn.bars] == [
+    assert [(bar.op, bar.operation.signal, bar.operation.phase) for bar in drawn.bars] == [
         ("dot.1", "up", "forward"),
         ("fusion.6", "-", "update"),
         ("command_buffer_1", "-", "forward"),
@@ -211,11 +218,6 @@ def test_timeline_of_threads_that_name_no_device_says_so(tmp_path):
         "This capture does not tell devices apart: there is a lane for each thread that computed.",
         "This capture marks no step.",
     )
-
-
-def test_timeline_of_one_step_has_only_its_events(tmp_path):
-    drawn = timeline(four(tmp_path), 8)
-    assert ([bar.step for bar in drawn.bars], drawn.length, drawn.bars[0].start) == ([8] * 4, 200, 0)
 
 
 # -- several processes --
@@ -253,16 +255,11 @@ def test_timeline_of_processes_begins_where_each_begins_the_first_step_that_all_
     )
 
 
-def test_timeline_of_a_pipeline_names_the_stage_of_a_device_and_draws_the_table(tmp_path):
-    table = generate("1f1b", 2, 4)
-    told = {"pipeline": Staged("stage", table).document(), "stages": {"0": 0, "1": 1}}
+def test_timeline_of_a_pipeline_names_the_stage_of_a_device(tmp_path):
     for rank in (0, 1):
-        process(tmp_path, rank, begin=0, steps={3: -3}, **told)
-    drawn = timeline(tmp_path)
-    assert [each.name for each in drawn.lanes] == ["device 0 of rank 0, stage 0", "device 1 of rank 1, stage 1"]
-    html = page(drawn)
-    assert "By the table 1f1b: 2 stages, 4 microbatches, 6 ticks, 20.0 % idle in lock-step" in html
-    assert html.count(" of stage 1: ") == 2 * 2 * 4  # drawn twice, F and B of each microbatch
+        process(tmp_path, rank, begin=0, steps={3: -3}, stages={"0": 0, "1": 1})
+    names = [each.name for each in timeline(tmp_path).lanes]
+    assert names == ["device 0 of rank 0, stage 0", "device 1 of rank 1, stage 1"]
 
 
 def test_timeline_of_processes_without_a_common_step_says_how_they_lie(tmp_path):
@@ -283,7 +280,7 @@ def test_timeline_line_of_an_operation_made_of_several_names_each(tmp_path):
     process(tmp_path, 0, begin=0, steps={1: -1}, lines=lines)
     (capture,) = captures(tmp_path)
     both = timeline(write(tmp_path / "other", PROGRAM, cpu(ran("both.4", 0, 5)))).bars[0]
-    assert both.signal == "up + down"
+    assert both.operation.signal == "up + down"
     (event,) = captures(tmp_path / "other")[0].read.events
     assert capture.line(event.operation) == "mine.yaml:4, 7"
 
@@ -293,9 +290,10 @@ def test_timeline_line_of_an_operation_made_of_several_names_each(tmp_path):
 
 def many(count: int, title: str = "many", name: str = "dot") -> Timeline:
     """`count` events in each of two lanes, every second a collective, each 60 ns long with 40 ns between."""
+    dot, psum = (Operation(opcode, (Cause(("up",)),)) for opcode in ("dot", "all-reduce"))
     bars = [
-        TimedEvent(lane_, 0, f"{name}.{n % 9}", "collective" if n % 2 else "compute", "all_reduce" if n % 2 else "", "up", "forward",
-            "mine.yaml:4", "jit_train", 1 + n // (count // 2 + 1), 100.0 * n, 60.0)
+        Event(lane_, "", f"{name}.{n % 9}", "jit_train", psum if n % 2 else dot, 1 + n // (count // 2 + 1), 100.0 * n, 60.0,
+            lane=lane_, line="mine.yaml:4")
         for lane_ in (0, 1) for n in range(count)
     ]  # fmt: skip
     length = 100.0 * count
@@ -341,9 +339,9 @@ def test_timeline_command_writes_the_page_and_prints_events(tmp_path, capsys):
     target = tmp_path / "page.html"
     assert typed(capsys, run, "-o", target) == (0, f"{run}: steps 7 to 8, 8 operations on 2 devices: {target}")
     assert len(bars_of(target.read_text())["start"]) == 8
-    status, out = typed(capsys, run, "--json", "--step", "7")
+    status, out = typed(capsys, run, "--json")
     first, *events = map(json.loads, out.splitlines())
-    assert (status, first["schema"], first["events"], len(events)) == (0, "jshard.timeline/1", 4, 4)
+    assert (status, first["schema"], first["events"], len(events)) == (0, "jshard.timeline/1", 8, 8)
     assert (events[0]["device"], events[0]["op"], events[0]["start"], events[0]["duration"]) == (
         "device 0",
         "dot.1",
@@ -369,7 +367,6 @@ def test_timeline_mistakes_are_one_sentence_each(tmp_path, capsys):
         (idle,): f"{nothing} holds no operation of a device; capture steps that compute something, by jshard trace configs/digits.yaml --trust",
         (tmp_path / "half",): f"{tmp_path}/half/rank0/trace.json is cut off, and this is jshard 0.1.0; capture it again by jshard trace",
         (tmp_path / "later",): f"{tmp_path}/later/rank0/trace.json is of the form jshard.trace/9, and this is jshard 0.1.0; capture it again by jshard trace",
-        (run, "--step", "9"): f"the capture in {run} has steps 7 to 8, and no step 9; type: --step 7",
         (run, "-o", empty): f"the timeline can't be written to {empty}: is a directory; name another file by -o timeline.html",
         (run, "steps=3"): f"jshard timeline draws what was captured, and takes no steps=3; type: jshard trace and the configuration, then jshard timeline {run}",
     }  # fmt: skip

@@ -95,7 +95,9 @@ def test_trace_steps_run_alike_on_every_device(captured):
 def test_trace_collectives_are_those_of_the_ledger_with_its_signals_and_lines(captured):
     whole, _, ledger = captured
     seen = collections.Counter(
-        (bar.collective, bar.signal, bar.line) for bar in timeline(whole).bars if bar.kind == "collective"
+        (bar.operation.collective, bar.operation.signal, bar.line)
+        for bar in timeline(whole).bars
+        if bar.operation.kind == "collective"
     )
     asked = collections.Counter()
     for line in ledger.lines:
@@ -106,7 +108,7 @@ def test_trace_collectives_are_those_of_the_ledger_with_its_signals_and_lines(ca
 
 def test_trace_names_signal_and_line_of_what_computes(captured):
     drawn = timeline(captured[0])
-    dots = {(bar.signal, bar.phase, bar.line) for bar in drawn.bars if bar.op.startswith("dot")}
+    dots = {(bar.operation.signal, bar.operation.phase, bar.line) for bar in drawn.bars if bar.op.startswith("dot")}
     assert {("layer1", "forward", "configs/xor.yaml:13"), ("layer2", "backward", "configs/xor.yaml:14")} <= dots
     assert drawn.title == "configs/xor.yaml"
     assert drawn.notes == ()
@@ -188,8 +190,8 @@ def test_trace_of_several_processes_has_a_capture_of_each_in_one_run(tmp_path):
     assert [lane.name for lane in drawn.lanes] == [
         "device 0 of rank 0", "device 1 of rank 0", "device 2 of rank 1", "device 3 of rank 1",
     ]  # fmt: skip
-    moved = [bar for bar in drawn.bars if bar.kind == "collective"]
-    assert [(bar.lane, bar.signal, bar.line, bar.step) for bar in moved] == [
+    moved = [bar for bar in drawn.bars if bar.operation.kind == "collective"]
+    assert [(bar.lane, bar.operation.signal, bar.line, bar.step) for bar in moved] == [
         (device, "layer2", "configs/xor.yaml:14", 1) for device in range(4)
     ]
 
