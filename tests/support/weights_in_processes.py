@@ -60,7 +60,7 @@ def main(folder: str) -> None:
         "peak": (memory("VmHWM") - before) * 2**20,
     }
     wrote = counted("wchar")
-    jshard.save_weights(model, path.with_name("again.safetensors"), rename=rename)
+    jshard.save_weights(model, path.with_name("again.safetensors"), rename=rename, like=path)
     result["wrote"] = counted("wchar") - wrote
     faults = []
     for deed in (

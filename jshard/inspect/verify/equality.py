@@ -28,7 +28,6 @@ from jshard.inspect.verify.first_divergence import FirstDivergence, beginning, c
 from jshard.inspect.verify.hidden_faults import held_to_faults
 from jshard.inspect.verify.inputs import Subject, shaken
 from jshard.inspect.verify.interpreter import Evaluation
-from jshard.inspect.verify.misfits import misfits
 from jshard.inspect.verify.own_derivatives import noticed, tested
 from jshard.inspect.verify.residues import modulus_for
 from jshard.inspect.verify.side import FAULT, Side, of_ones, resized
@@ -78,8 +77,8 @@ def _verified(program: Subject, meshes: Sequence[Mapping[str, int]], tell: Calla
         findings += more
         begins += [begin] if begin is not None else []
     dropped, unheld = trial.dropped(sides[0])
-    jaxpr, derivatives = sides[0].trace()[0], tuple(tested(*each) for each in own.items())
-    return Verification((*findings, *dropped), tuple(begins), trial.words, misfits(jaxpr), unheld, derivatives)
+    derivatives = tuple(tested(*each) for each in own.items())
+    return Verification((*findings, *dropped), tuple(begins), trial.words, unheld, derivatives)
 
 
 @contextlib.contextmanager

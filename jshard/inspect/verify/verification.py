@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jshard.inspect.verify.first_divergence import FirstDivergence
-from jshard.inspect.verify.misfits import Misfit
 from jshard.inspect.verify.own_derivatives import OwnDerivative
 from jshard.printing.table import Block, Rows, Shown
 from jshard.programs.provenance import Cause
@@ -95,7 +94,6 @@ class Verification(Shown):
     findings: tuple[Finding, ...]
     beginnings: tuple[FirstDivergence, ...]
     probes: str
-    misfits: tuple[Misfit, ...] = ()
     unheld: str = ""  # why it is not known what a plain call changes
     own: tuple[OwnDerivative, ...] = ()
     plain: PlainSteps | None = None  # of an experiment
@@ -113,8 +111,6 @@ class Verification(Shown):
         if self.short:
             yield self.short
         yield from (f"on {in_words(each.mesh)} it begins in {each}" for each in self.beginnings)
-        if self.misfits:
-            yield f"{self.misfits[0]}" + (f"; {len(self.misfits) - 1} more behind it" if self.misfits[1:] else "")
         if self.unheld:
             yield f"what a plain call changes is not known (because: {self.unheld})"
         if self.plain:
@@ -175,7 +171,6 @@ class Verification(Shown):
                 "probes": self.probes,
                 "findings": findings,
                 "beginnings": begins,
-                "misfits": [str(each) for each in self.misfits],
                 "unheld": self.unheld,
                 "own_derivatives": [dataclasses.asdict(each) for each in self.own],
                 "short": self.short,

@@ -95,17 +95,20 @@ def save_weights(
     """Write a model's parameters to a file of safetensors, each process its own shards; all processes call it.
 
     With `like`, the file that they were read from, its names, their order and its metadata are kept, and so is what the
-    lines of `rename` skip: unchanged weights give the same bytes. Without, names are found by reading the lines backwards,
-    as far as they tell (`permute` does, `reshape` doesn't), or are the parameters' paths; the order is the library's.
+    lines of `rename` skip: unchanged weights give the same bytes. Without, names are parameters' paths, in the library's order.
     It is written as `FILE.partial`, which takes the file's name once it is whole. Like a folder of parts, a folder is written.
     """
     path, begin, converts = Path(path), time.perf_counter(), _converts(dtype)
+    if rename is not None and like is None:
+        raise JShardError(
+            f"{rename} says no order and no dtypes of tensors", hint='give like="FILE", a file of these names'
+        )
     leaves, renaming = _all_or_faults(lambda: leaves_of(model), lambda: _renaming(rename, model))
     if abstract := [leaf for leaf in leaves if leaf.required and not isinstance(leaf.value, jax.Array)]:
         hint = f"read them first: jshard.load_weights(model, {quoted(str(like or 'FILE'))})"
         raise joined([JShardError(f"{leaf} is a shape without numbers", hint=hint) for leaf in abstract])
     faults: list[JShardError] = []
-    headers = [_laid_out(path, leaves, renaming, metadata)] if like is None else read_headers(Path(like), faults)
+    headers = [_laid_out(path, leaves, metadata)] if like is None else read_headers(Path(like), faults)
     source = str(path if like is None else like)
     filled = assign(by_name(headers), leaves, renaming, source, converts=converts, faults=faults, writes=True)
     index = None if like is None else index_of(Path(like))
@@ -228,24 +231,12 @@ def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 # -- writing --
 
 
-def _laid_out(path: Path, leaves: Sequence[Leaf], renaming: Renaming, metadata: Mapping[str, str] | None) -> Header:
-    """The header of a new file for these parameters."""
-    arrays: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
-    faults = []
-    for leaf in leaves if renaming.source else [leaf for leaf in leaves if leaf.required]:
-        dtype = np.dtype(leaf.value.dtype)
-        try:
-            names = renaming.names_of(leaf.path, leaf.value.shape)
-            if not names and leaf.required:
-                raise JShardError(f"{renaming.source} has no line that makes {leaf}", hint=f"write regex: {leaf.path}")
-            if names and dtype not in WORDS:
-                raise JShardError(f"{leaf} has a dtype that safetensors has not", hint="convert it before")
-        except JShardError as error:
-            faults.append(error)
-            continue
-        arrays |= {name: (shape, dtype) for name, shape in names.items()}
-    if faults:
-        raise joined(faults)
+def _laid_out(path: Path, leaves: Sequence[Leaf], metadata: Mapping[str, str] | None) -> Header:
+    """The header of a new file for these parameters, by their paths."""
+    arrays = {leaf.path: (leaf.value.shape, np.dtype(leaf.value.dtype)) for leaf in leaves if leaf.required}
+    if unknown := [leaf for leaf in leaves if leaf.required and arrays[leaf.path][1] not in WORDS]:
+        fault = "has a dtype that safetensors has not"
+        raise joined([JShardError(f"{leaf} {fault}", hint="convert it before") for leaf in unknown])
     return new_header(path, arrays, metadata)
 
 

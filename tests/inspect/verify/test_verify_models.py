@@ -49,7 +49,7 @@ def all_bitwise(found, count, zero=()):
     assert [each.name for each in found.findings if each.zero] == [f"gradient of model.{name}" for name in zero], str(
         found
     )
-    assert len(found.findings) == count and not found.misfits, str(found)
+    assert len(found.findings) == count, str(found)
     return True
 
 
@@ -82,37 +82,6 @@ def test_two_blocks_of_a_vision_transformer_are_bitwise(text):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # it takes names that JAX is going to remove
 def test_two_blocks_of_qwen3_are_bitwise(extra):
     assert all_bitwise(verified(QWEN3, lambda rngs: qwen3(extra, 4), *TOKENS, f=of_qwen3), 26)
-
-
-# -- claims that do not fit --
-
-QUERIES = '"blocks/*/attention/{q,k,v}/**"'
-CLAIMS = {
-    "o by column": (
-        DECODER.replace('"blocks/*/attention/o/**", ', "")
-        + 'wrong: {row: data, column: tensor, match: ["blocks/*/attention/o/**"]}\n',
-        'signal "queries" (model.yaml:2) leaves an array split over tensor, and signal "wrong" (model.yaml:8) takes it otherwise: '
-        "all_gather of float32[2,4,4,4] at two_blocks.py:",
-    ),
-    "a norm's scale": (
-        DECODER + 'wrong: {shard: {axis: 0, mesh: tensor}, match: ["blocks/*/before/**"]}\n',
-        'signal "wrong" (model.yaml:8) leaves an array split over tensor, and signal "queries" (model.yaml:2) takes it otherwise: '
-        "all_gather of float32[2,4,16] at two_blocks.py:",
-    ),
-    "another axis of heads": (
-        DECODER.replace("{q,k,v}", "{k,v}") + 'wrong: {shard: {axis: 2, mesh: tensor}, match: ["blocks/*/attention/q/**"]}\n',
-        'signal "wrong" (model.yaml:8)',
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize("name", CLAIMS)
-def test_a_claim_that_does_not_fit_is_named_though_values_are_right(name):
-    text, words = CLAIMS[name]
-    found = verified(text, lambda rngs: Decoder(rngs, blocks=1), *TEXT, backward=False)
-    assert found.ok and {each.verdict for each in found.findings} == {"bitwise"}, str(found)
-    assert words in str(found.misfits[0]) and str(found.misfits[0]) in str(found), str(found)
 
 
 # -- faults of the partition --

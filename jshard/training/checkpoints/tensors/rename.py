@@ -13,7 +13,6 @@ The first line whose regex matches the whole name takes the tensor, and with it 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -123,16 +122,6 @@ class Renaming:
             if matched and not any(line in takers[name] for name in matched):
                 yield line, matched[0], takers[matched[0]][0]
 
-    def names_of(self, path: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of the tensors that a parameter is made of, by the lines read backwards."""
-        return {
-            name: _shape_before(line, target, shape)
-            for line in self.lines
-            if not line.skips
-            for name, target in _names(line, path, shape)
-            if line in self.lines_of(name)  # and none before it
-        }
-
 
 class Same(Renaming):
     """No renaming: a tensor has the path of its parameter for a name, joined by slashes or dots."""
@@ -143,9 +132,6 @@ class Same(Renaming):
 
     def lines_of(self, name: str) -> Sequence[RenameLine]:
         return [RenameLine(None, re.compile(re.escape(name)), self.by_name[name], ())] if name in self.by_name else []
-
-    def names_of(self, path: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        return {path: tuple(shape)}
 
 
 _GROUP = re.compile(r"\\(\d)")
@@ -212,61 +198,3 @@ def _step(place: Location, text: str) -> tuple[str, tuple[Any, ...]]:
         begin, _, end = arguments[1].partition(":")
         return word, (int(arguments[0]), int(begin or 0), int(end) if end else None)
     return word, (tuple(map(int, arguments)),) if arguments else ()
-
-
-# -- backwards --
-
-# A character, one that is escaped, or a group without groups in it; none of them repeated.
-_PIECE = re.compile(r"(?:\\(\W)|([^\\()\[\]{}|*+?^$])|\((?!\?)((?:\\.|\[[^\]]*\]|[^()\\\[])*)\))(?![*+?{])")
-
-
-def _names(line: RenameLine, path: str, shape: Sequence[int]) -> Iterator[tuple[str, ParameterRegion]]:
-    """The names that a line turns into this path, each with its target."""
-    pieces = list(_PIECE.finditer(line.pattern.pattern))
-    is_plain = "".join(piece[0] for piece in pieces) == line.pattern.pattern
-    groups = [piece[3] if is_plain else ".+" for piece in pieces if piece[3] is not None or not is_plain]
-    template, _, region = line.target.partition("[")
-    known: list[int] = []  # the groups that the path tells
-    backwards = ""
-    for at, word in enumerate(_GROUP.split(template)):
-        if at % 2 == 0:
-            backwards += re.escape(word)
-        elif int(word) in known:
-            backwards += rf"(?P=g{word})"
-        else:
-            known.append(int(word))
-            backwards += f"(?P<g{word}>{groups[int(word) - 1] if is_plain else '.+'})"
-    found = re.fullmatch(backwards, path)
-    if found is None:
-        return
-    if not is_plain:
-        raise _no_inverse(line, "its regex is more than letters and (groups)")
-    words = [_GROUP.fullmatch(word.strip()) for word in region.rstrip("]").split(",")]
-    counted = {
-        int(word[1]): range(shape[axis]) for axis, word in enumerate(words) if word and int(word[1]) not in known
-    }
-    if lost := set(range(1, len(groups) + 1)) - {*known, *counted}:
-        raise _no_inverse(line, f"{quoted(line.target)} does not tell group {min(lost)}")
-    for chosen in itertools.product(*counted.values()):
-        values = {number: found[f"g{number}"] for number in known} | dict(zip(counted, map(str, chosen), strict=True))
-        numbers = iter(range(1, len(groups) + 1))
-        name = "".join(piece[1] or piece[2] or values[next(numbers)] for piece in pieces)
-        if line.pattern.fullmatch(name) and (target := line.target_of(name)).path == path:
-            yield name, target
-
-
-def _shape_before(line: RenameLine, target: ParameterRegion, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape that a tensor has in the file, by that of its parameter."""
-    sizes = [end - begin for (begin, end), whole in zip(*target.within(shape), strict=True) if whole]
-    for word, arguments in reversed(line.steps):
-        if word != "permute" or len(arguments[0]) != len(sizes):
-            raise _no_inverse(line, f"{quoted(word)} does not tell what was before")
-        before = dict(zip(arguments[0], sizes, strict=True))
-        sizes = [before[axis] for axis in sorted(before)]
-    return tuple(sizes)
-
-
-def _no_inverse(line: RenameLine, why: str) -> JShardError:
-    return JShardError(
-        f"{line.place} can't be read backwards, as {why}", hint='give like="FILE.safetensors", of the same names'
-    )

@@ -1,4 +1,4 @@
-"""Lines of a rename file: what they take, what is wrong with them, and what they say backwards."""
+"""Lines of a rename file: what they take, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -64,43 +64,6 @@ def test_line_behind_one_that_takes_all_is_found(lines):
     assert [
         (str(line.place), name, str(taker.place)) for line, name, taker in renaming.shadowed(["ab", "ac", "c"])
     ] == [("r.txt:2", "ab", "r.txt:1")]
-
-
-@pytest.mark.parametrize(
-    "path, shape, names",
-    [
-        ("embed/embedding", (8, 4), {"embed.weight": (8, 4)}),
-        ("layers/11/q/kernel", (8, 4), {"layers.11.q.weight": (4, 8)}),
-        ("layers/x/q/kernel", (8, 4), {}),
-        ("norms/ln/scale", (2, 4), {"layers.0.ln.weight": (4,), "layers.1.ln.weight": (4,)}),
-        ("moe/w", (1, 2, 5), {"experts.0.0": (5,), "experts.0.1": (5,)}),
-    ],
-)
-def test_lines_read_backwards_give_names_and_shapes(lines, path, shape, names):
-    assert lines().names_of(path, shape) == names
-
-
-def test_line_gives_no_name_backwards_that_a_line_before_it_takes(lines):
-    assert lines("(w0): \\1 | permute 1 0\n(w.): \\1").names_of("w0", (2, 3)) == {"w0": (3, 2)}
-
-
-@pytest.mark.parametrize(
-    "line, path, why",
-    [
-        ("q: q | reshape 2 -1", "q", '"reshape" does not tell what was before'),
-        ("qkv: q | slice 0 0:4", "q", '"slice" does not tell what was before'),
-        (r"h\.(\d+)\.(up|gate): h/\1", "h/0", r'"h/\\1" does not tell group 2'),
-        (r"h\.\d+: h", "h", "its regex is more than letters and (groups)"),
-        (r"(a|b)?c: h/\1", "h/a", "its regex is more than letters and (groups)"),
-    ],
-)
-def test_line_that_can_not_be_read_backwards_says_why(lines, line, path, why):
-    with pytest.raises(JShardError) as told:
-        lines(line).names_of(path, (4, 4))
-    assert (
-        str(told.value)
-        == f'r.txt:1 can\'t be read backwards, as {why}; give like="FILE.safetensors", of the same names'
-    )
 
 
 def test_all_faults_of_a_rename_file_are_told_at_once(lines):
