@@ -141,14 +141,8 @@ def save_weights(
         for each in partial.values() if leads else ():
             each.unlink(missing_ok=True)
         raise
-    seconds = time.perf_counter() - begin
-    events.tell(
-        "weights_written",
-        file=str(path),
-        parameters=len(wanted),
-        of=sum(header.size for header in headers),
-        seconds=seconds,
-    )
+    of, seconds = sum(header.size for header in headers), time.perf_counter() - begin
+    events.tell("weights_written", file=str(path), parameters=len(wanted), of=of, seconds=seconds)
 
 
 def _all_or_faults(*deeds: Callable[[], Any]) -> list[Any]:
