@@ -84,7 +84,6 @@ WITHOUT_JAX = (
     "programs.protobuf",
     "runs.events",
     "runs.names",
-    "runs.stragglers",
     "schedules.drawing",
     "signals.signal",
     "signals.config",

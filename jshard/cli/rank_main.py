@@ -21,7 +21,7 @@ from jshard.launch.agreement import agree
 from jshard.launch.cluster_env import found
 from jshard.launch.heartbeat import BAR
 from jshard.launch.initialize import fail, init, pretend_part, pulse
-from jshard.launch.mismatch import Facts
+from jshard.launch.rendezvous import Facts
 from jshard.signals.active_config import mesh
 from jshard.signals.config import Configuration
 from jshard.signals.effective_config import flat

@@ -7,8 +7,7 @@ import time
 from jshard.errors import JShardError
 from jshard.launch import kv_store
 from jshard.launch.initialize import joined
-from jshard.launch.mismatch import Facts, in_words
-from jshard.launch.rendezvous import AlreadyReported
+from jshard.launch.rendezvous import AlreadyReported, Facts, mismatch
 
 
 def agree(topic: str, facts: Facts, *, hint: str, seconds: float = 60.0) -> None:
@@ -44,5 +43,5 @@ def _judge(topic: str, facts: Facts, processes: int, hint: str, seconds: float) 
                 f"look at what rank {rank} printed last",
             ]
         by_rank[rank] = found
-    difference = in_words(topic, by_rank)
+    difference = mismatch(topic, by_rank)
     return [difference, hint] if difference else []

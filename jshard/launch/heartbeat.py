@@ -15,8 +15,6 @@ ALL = "JSHARD_LAUNCH_ALL"  # set where one launcher has started all processes, a
 BAR = "JSHARD_LAUNCH_BAR"  # set where the launcher draws a bar of what the first process says
 MEMORY = "JSHARD_LAUNCH_MEMORY"  # its memory, which outlives this process and so tells where it was killed
 PLACE = struct.Struct("<q24s")  # step and phase
-LOOKS = 64  # the last so many decide how late a process is
-ENOUGH = 16
 
 
 class Pulse:
@@ -26,8 +24,7 @@ class Pulse:
         self.phase, self.step, self.of, self.says = "starting", 0, 0, ""
         self.since = time.monotonic()
         self.results: collections.deque[tuple[int, Any]] = collections.deque(maxlen=64)
-        self.looks: collections.deque[tuple[float, int, bool]] = collections.deque(maxlen=LOOKS)  # when, step, is idle
-        self.done = self.handed = 0
+        self.done = 0
         self.stands_in = ""  # the collective that others wait in for this process, where it is known
         pipe, memory = os.environ.get(STATUS), os.environ.get(MEMORY)
         self.pipe = int(pipe) if pipe else None
@@ -48,7 +45,6 @@ class Pulse:
 
     def waits(self, step: int, result: object) -> None:
         """Note a `result` that is there once this step is done."""
-        self.handed = step
         self.results.append((step, result))
 
     def look(self) -> int:
@@ -59,21 +55,7 @@ class Pulse:
                 break
             self.done, self.since = step, time.monotonic()
             self.results.popleft()
-        if self.done:
-            in_step = self.phase == "step" and self.handed < self.step  # handing it over may wait for the others
-            self.looks.append((time.monotonic(), self.step, not self.results and not in_step))
         return self.done
-
-    @property
-    def pace(self) -> dict[str, float]:
-        """Measure the seconds of a step, and how late this process begins one: from the step before being done to this one
-        being handed to the devices. In that time, for data and Python, the devices and all other processes stand idle; it is
-        the part of all looks at which nothing was left to wait for. Who runs ahead is never late."""
-        looks = self.looks.copy()
-        if len(looks) < ENOUGH or looks[-1][1] == looks[0][1]:
-            return {}
-        took = (looks[-1][0] - looks[0][0]) / (looks[-1][1] - looks[0][1])
-        return {"took": round(took, 4), "late": round(took * sum(idle for *_, idle in looks) / len(looks), 4)}
 
     @property
     def is_seen_with_all(self) -> bool:
@@ -83,7 +65,7 @@ class Pulse:
     @property
     def facts(self) -> dict[str, Any]:
         names = ("step", "done", "of", "says", "stands_in")
-        return {"phase": self.doing, **{name: getattr(self, name) for name in names}, **self.pace}
+        return {"phase": self.doing, **{name: getattr(self, name) for name in names}}
 
     @property
     def doing(self) -> str:

@@ -18,9 +18,8 @@ from jshard.errors import FULL, JShardError
 from jshard.launch.cluster_env import Membership, found
 from jshard.launch.heartbeat import Pulse
 from jshard.launch.local_gpus import cards_of, place_on_host
-from jshard.launch.mismatch import Facts
 from jshard.launch.peer_loss import is_of_connection, who_is_gone
-from jshard.launch.rendezvous import AlreadyReported, answer
+from jshard.launch.rendezvous import AlreadyReported, Facts, answer
 from jshard.layouts.host_malloc import keep_freed
 from jshard.layouts.pretend import THREADS_PER_DEVICE, pretend
 from jshard.version import versions

@@ -5,6 +5,7 @@ The first listens where JAX's own service will listen afterwards. What goes over
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -16,8 +17,8 @@ from collections.abc import Mapping
 
 from jshard.errors import JShardError
 from jshard.launch.cluster_env import Membership
-from jshard.launch.mismatch import Facts, in_words
 
+Facts = Mapping[str, str]  # what a process says of one thing, to be compared
 LONGEST = 1 << 20  # bytes that one process may say
 SAYS = 1.0  # seconds for them; who takes longer is let go, and a process of ours comes again
 SOON = 0.1  # seconds for others to come behind a fault: they hear of it too
@@ -97,7 +98,7 @@ def _call(listener: socket.socket, me: Present, seconds: float) -> None:
     if fault is None and missing:
         fault = _missing(missing, me.processes, seconds)
     for topic in me.facts:
-        difference = in_words(topic, {rank: each.facts.get(topic, {}) for rank, each in here.items()})
+        difference = mismatch(topic, {rank: each.facts.get(topic, {}) for rank, each in here.items()})
         if fault is None and difference is not None:
             fault = difference, HINTS.get(topic, "start all of them alike")
     listener.close()  # before the others go on: JAX's service takes the port over
@@ -134,6 +135,24 @@ def _fault_of(present: Present, here: Mapping[int, Present]) -> tuple[str, str] 
             "give each process a --process-id of its own",
         )
     return None
+
+
+def mismatch(topic: str, by_rank: Mapping[int, Facts]) -> str | None:
+    """Name the lowest rank that differs from most (from rank 0 where no side has more), and the first fact: `rank 2 has another
+    configuration than rank 0: jshard.train.batch is 32, and 64 at rank 0`. Return None when all say the same."""
+    texts = {rank: json.dumps(facts, sort_keys=True) for rank, facts in by_rank.items()}
+    votes = collections.Counter(texts.values())
+    lowest = min(by_rank)
+    usual = max(votes, key=lambda text: (votes[text], text == texts[lowest]))
+    rank = next((rank for rank in sorted(by_rank) if texts[rank] != usual), None)
+    if rank is None:
+        return None
+    other = next(each for each in sorted(by_rank) if texts[each] == usual)
+    mine, theirs = by_rank[rank], by_rank[other]
+    fact = next(name for name in [*theirs, *mine] if mine.get(name) != theirs.get(name))
+    has = f"is {mine[fact]}" if mine.get(fact) is not None else "is not there"
+    had = theirs[fact] if theirs.get(fact) is not None else "not there"
+    return f"rank {rank} has another {topic} than rank {other}: {fact} {has}, and {had} at rank {other}"
 
 
 def _missing(missing: list[int], processes: int, seconds: float) -> tuple[str, str]:

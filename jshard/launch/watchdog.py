@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jshard.errors import JShardError
@@ -16,7 +16,7 @@ from jshard.launch import kv_store
 from jshard.launch.cluster_env import Membership
 from jshard.launch.heartbeat import Pulse
 from jshard.launch.peer_loss import answered, waits_in
-from jshard.launch.rank_status import Slow, odd_one, table
+from jshard.printing import table as text
 
 BEAT = 0.5  # seconds; what the launcher's bar shows is at most so old
 TALK = 1.0  # seconds between two notes to the others, for up to CROWD processes; in proportion for more
@@ -78,7 +78,7 @@ class _Answers:
 
 
 def _talk(membership: Membership, pulse: Pulse, answers: _Answers) -> None:
-    beats, over, slow = 0, False, Slow(CROWD)
+    beats, over = 0, False
     while not over:
         over = answers.over.wait(answers.talk if beats else 0)
         beats += 1
@@ -93,10 +93,6 @@ def _talk(membership: Membership, pulse: Pulse, answers: _Answers) -> None:
                 answers.take(kv_store.read_ranks("pulse"))
             else:
                 answers.forget()
-            if membership.rank == 0:
-                slow.look(membership)
-                if over:
-                    slow.end()
         except Exception:  # the service is gone or going; `_look` says so if that is a fault
             continue
         if fault is not None and fault["rank"] != membership.rank:
@@ -167,6 +163,34 @@ def _tell_hang(membership: Membership, pulse: Pulse, answers: _Answers, quiet: f
         print("\n".join(table(notes, alive, odd)), file=sys.stderr, flush=True)
         _give_up(JShardError(fault, hint=hint), pulse, odd)
     time.sleep(limit)
+
+
+def odd_one(notes: Mapping[int, Mapping[str, Any]], silent: Sequence[int]) -> int | None:
+    """Find the rank that differs from the others: the first of those silent, or that has ended, or that is behind."""
+    ranks = sorted(notes)
+    gone = [*silent] or [rank for rank in ranks if notes[rank]["phase"] == "ended"]
+    first = min(note["step"] for note in notes.values())
+    behind = gone or [rank for rank in ranks if notes[rank]["step"] == first]
+    if gone or len(behind) < len(notes):
+        return behind[0]
+    phases = [note["phase"] for note in notes.values()]
+    rare = min(set(phases), key=lambda phase: (phases.count(phase), phase == "step"))
+    return next(rank for rank in ranks if notes[rank]["phase"] == rare) if len(set(phases)) > 1 else None
+
+
+def table(notes: Mapping[int, Mapping[str, Any]], alive: Mapping[int, bool], odd: int | None) -> list[str]:
+    """Make a line for each rank; an arrow points at the one that differs."""
+    rows: list[tuple[str, ...]] = [
+        ("rank", "host", "process", "alive", "phase", "step", "done", "stands in (inferred)")
+    ]
+    for rank, note in sorted(notes.items()):
+        has = "yes" if alive[rank] else "no"
+        waits = note["phase"] == "step" and note["done"] < note["step"]
+        place = (note.get("stands_in") or "-") if waits else "-"
+        each = (rank, note["host"], note["pid"], has, note["phase"], note["step"], note["done"], place)
+        rows.append(tuple(map(str, each)))
+    arrows = ["", *("  <--" if rank == odd else "" for rank in sorted(notes))]
+    return [line + arrow for line, arrow in zip(text.table(rows), arrows, strict=True)]
 
 
 def _doing(note: Mapping[str, Any]) -> str:

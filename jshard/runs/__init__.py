@@ -1,1 +1,1 @@
-"""Runs: their events, the names of their files, and their stragglers. No JAX."""
+"""Runs: their events, and the names of their files. No JAX."""

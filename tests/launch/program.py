@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import jshard
-from jshard.launch import rank_status, watchdog
 
 
 def commit(fault: str) -> None:
@@ -50,8 +49,6 @@ def listening() -> set[str]:
 
 
 def main(fault: str, rank: int, steps: int = 20) -> None:
-    if fault == "slow":  # looked for more often, so that it is found in fewer steps
-        watchdog.BEAT, rank_status.JUDGE = 0.1, 1.0
     member = jshard.init(devices=4)
     import jax
     import numpy as np
@@ -69,12 +66,12 @@ def main(fault: str, rank: int, steps: int = 20) -> None:
         mine = rank == (0 if member is None else member.rank)
         if step == 5 and mine:
             commit(fault)
-        if step == 5 and fault == "slow" and not mine:
+        if step == 5 and fault == "clock":
             jump(3600 if jax.process_index() % 2 else -3600)
         result = total(x)
         jshard.pulse().waits(step, result)
         result.block_until_ready()
-        time.sleep(0.02 if fault != "slow" else 0.2 if mine else 0.05)
+        time.sleep(0.02)
     jshard.pulse().at("ended")
     print("total", float(result[0]))
 

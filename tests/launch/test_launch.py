@@ -163,18 +163,10 @@ def test_launch_names_the_rank_at_fault(count, fault, rank, status, sentence):
 
 
 @pytest.mark.slow
-def test_launch_names_a_slow_rank_once_and_heeds_no_clock_on_the_wall():
-    status, out, err = finished(start("-n", "4", PROGRAM, "slow", "2", "45", JSHARD_STEP_TIMEOUT="60"))
-    assert status == 0, err
+def test_launch_heeds_no_clock_on_the_wall():
+    status, out, err = finished(start("-n", "4", PROGRAM, "clock", "2", JSHARD_STEP_TIMEOUT="60"))
+    assert (status, err) == (0, [])
     assert sum(line.endswith("total 6.0") for line in out) == 4
-    told, rows = err[0], [line.split()[1:] for line in err[1:]]
-    assert re.fullmatch(
-        r"\[0\] rank 2 holds the others up: it begins a step \d+ ms after the one before is done, \d+\.\d times the median of "
-        r"\d+ ms, and of the \d+ ms of a step the others wait for it \d+ ms; look at its data, and at what else runs on \S+",
-        told,
-    ), err
-    assert [row[0] for row in rows] == ["rank", "0", "1", "2", "3"]  # the last word, at the end, and no other
-    assert [row[-1] == "<--" for row in rows[1:]] == [False, False, True, False]
 
 
 @pytest.mark.slow

@@ -12,8 +12,7 @@ import pytest
 
 from jshard.errors import JShardError
 from jshard.launch.cluster_env import Membership
-from jshard.launch.mismatch import in_words
-from jshard.launch.rendezvous import answer
+from jshard.launch.rendezvous import answer, mismatch
 from jshard.launch.supervisor import local
 
 ME = f"process {os.getpid()} on {socket.gethostname()}"
@@ -158,4 +157,4 @@ def test_roll_call_goes_on_when_a_stranger_knocks():
     ],
 )
 def test_difference_names_the_one_that_stands_alone(said, sentence):
-    assert in_words("thing", said) == sentence
+    assert mismatch("thing", said) == sentence

@@ -6,10 +6,9 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-NOTICE = 0.1  # seconds after which a reader that waits for room sees that nobody wants more
 FAREWELL = 5.0  # seconds to wait for a reader that is still inside the user's own code
 
 
@@ -20,48 +19,34 @@ def read_ahead(made: Iterator[T], depth: int) -> Iterator[Iterator[T]]:
     if depth == 0:
         yield made
         return
-    reader = _BackgroundReader(made, depth)
-    try:
-        yield iter(reader)
-    finally:
-        reader.stop()
+    ready, room, over = queue.SimpleQueue[Any](), threading.Semaphore(depth), threading.Event()
 
-
-class _BackgroundReader(Generic[T]):
-    def __init__(self, made: Iterator[T], depth: int):
-        self.made, self.ready = made, queue.Queue[Any](depth)
-        self.stopped = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="jshard reads ahead", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
+    def read() -> None:
         try:
-            for value in self.made:
-                if not self._put((value, None)):
+            for value in made:
+                room.acquire()
+                if over.is_set():
                     return
-            self._put((None, StopIteration()))
+                ready.put((value, None))
+            ready.put((None, StopIteration()))
         except BaseException as error:  # all of them: it is raised where the values are wanted
-            self._put((None, error))
+            ready.put((None, error))
 
-    def _put(self, item: object) -> bool:
-        while not self.stopped.is_set():
-            with contextlib.suppress(queue.Full):
-                self.ready.put(item, timeout=NOTICE)
-                return True
-        return False
-
-    def __iter__(self) -> Iterator[T]:
+    def values() -> Iterator[T]:
         while True:
-            value, error = self.ready.get()
+            value, error = ready.get()
+            room.release()
             if isinstance(error, StopIteration):
                 return
             if error is not None:
                 raise error
             yield value
 
-    def stop(self) -> None:
-        self.stopped.set()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self.ready.get_nowait()
-        self.thread.join(FAREWELL)
+    thread = threading.Thread(target=read, name="jshard reads ahead", daemon=True)
+    thread.start()
+    try:
+        yield values()
+    finally:
+        over.set()
+        room.release()
+        thread.join(FAREWELL)

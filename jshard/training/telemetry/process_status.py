@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jshard.printing.units import perplexity
-from jshard.runs.stragglers import is_slow
 from jshard.training.log_reader import Logs, Rank
 
 LATEST = 20  # steps that speed is told of
 BEHIND = 20  # steps: the loop sends out at most 16 that are not done
 SILENT = 10.0  # seconds without a line, or ten steps where these are longer
+SLOW = 2.0  # times as late as the process in the middle
+MATTERS = 0.25  # part of a step that the others must wait for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,3 +130,9 @@ def _why(row: Standing, rows: Sequence[Standing], pace: dict[int, _Pace]) -> Ite
     furthest = max(other.step or 0 for other in rows)
     if furthest - (row.step or 0) > BEHIND:
         yield f"{furthest - (row.step or 0)} steps behind"
+
+
+def is_slow(late: float, others: Sequence[float], took: float) -> bool:
+    """Whether who is `late` seconds in each step of `took` holds up the others, which are so late."""
+    middle = statistics.median(others)
+    return late > 0 and late >= SLOW * middle and late - middle >= MATTERS * took
