@@ -8,13 +8,25 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from jshard.inspect.ledger.jaxpr_walk import Around
 from jshard.inspect.ledger.tracing import is_inexact
 from jshard.inspect.verify.residues import COLLECTIVE_SUMS, ORDERED, is_opaque, is_scrambled, touches_floats
 from jshard.inspect.verify.wide import keeps_its_dtypes
-from jshard.programs.jaxprs import Atom, Eqn, Jaxpr, bare, called, equations, inner, run, scanned
+from jshard.programs.jaxprs import (
+    Atom,
+    Eqn,
+    Jaxpr,
+    bare,
+    bodies,
+    called,
+    equations,
+    inner,
+    is_in,
+    run,
+    scanned,
+    variables,
+)
 from jshard.programs.provenance import source_of
 from jshard.signals.active_config import configuration
 
@@ -23,7 +35,6 @@ NONE: Names = frozenset()
 OUTSIDE = Around()
 COMPARISON = "comparison"  # by the order of whole numbers, which none has modulo a prime
 Told = Callable[[Any], Names]  # of an equation
-Asked = Callable[[tuple[str, ...]], Names]  # the dtypes that the signals of a path ask for
 
 
 def inexact_operations(jaxpr: Jaxpr) -> list[str]:
@@ -51,14 +62,11 @@ def _reached(jaxpr: Jaxpr, given: Sequence[Names], told: Told) -> list[Names]:
 
 def _reached_by(eqn: Eqn, operands: list[Names], told: Told) -> list[Names]:
     name = eqn.primitive.name
-    body = eqn.params["jaxpr"] if name == "shard_map" else called(eqn)
-    if body is not None:
-        return _reached(bare(body), operands, told)
-    if name == "cond":
-        branches = [_reached(bare(branch), operands[1:], told) for branch in eqn.params["branches"]]
-        return [operands[0].union(*each) for each in zip(*branches, strict=True)]
     if name == "scan":
         return _reached_in_loop(eqn, operands, told)
+    if name != "while" and (inside := [_reached(*each, told) for each in bodies(eqn, operands)]):
+        chosen_by = operands[0] if name == "cond" else NONE
+        return [chosen_by.union(*each) for each in zip(*inside, strict=True)]
     # a while loop among them: each of its results by all that is in it
     inside = (told(each) for body in inner(eqn) for each in equations(body))
     return [told(eqn).union(*inside, *operands)] * len(eqn.outvars)
@@ -113,34 +121,26 @@ def leaves(eqns: Sequence[Any], around: Around = OUTSIDE) -> Iterator[tuple[Any,
 
 def narrowed_for_a_sum(jaxpr: Jaxpr) -> set[Any]:
     """What is made narrower only to be summed over devices: a reduction in a lower precision than its terms."""
-    consumers: dict[Any, list[Any]] = {}
+    readers: dict[Any, list[Any]] = {}
     for eqn in jaxpr.eqns:
-        for variable in eqn.invars:
-            if not isinstance(variable, Literal):
-                consumers.setdefault(variable, []).append(eqn)
-    for variable in jaxpr.outvars:
-        if not isinstance(variable, Literal):
-            consumers.setdefault(variable, []).append(None)
-    found: set[Any] = set()
+        for variable in variables(eqn.invars):
+            readers.setdefault(variable, []).append(eqn)
+    returned, found = set(variables(jaxpr.outvars)), set[Any]()
 
     def only_summed(variable: Atom) -> bool:
-        after = consumers.get(variable, [])
-        return bool(after) and all(
-            eqn is not None
-            and (
-                eqn.primitive.name in COLLECTIVE_SUMS or (eqn.primitive.name == "pvary" and only_summed(eqn.outvars[0]))
-            )
-            for eqn in after
-        )
+        after = readers.get(variable, [])
+        return variable not in returned and bool(after) and all(map(is_sum, after))
+
+    def is_sum(eqn: Eqn) -> bool:
+        name = eqn.primitive.name
+        return name in COLLECTIVE_SUMS or (name == "pvary" and only_summed(eqn.outvars[0]))
 
     for eqn in jaxpr.eqns:
-        source: Any = eqn.invars[0] if eqn.invars else None
+        narrowed = eqn.primitive.name == "pvary" and is_in(eqn.invars[0], found)
         if eqn.primitive.name == "convert_element_type":
-            before, after = source.aval.dtype, eqn.params["new_dtype"]
+            before, after = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
             floats = jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)
             narrowed = floats and jnp.finfo(after).nmant < jnp.finfo(before).nmant
-        else:
-            narrowed = eqn.primitive.name == "pvary" and not isinstance(source, Literal) and source in found
         if narrowed and only_summed(eqn.outvars[0]):
             found.add(eqn.outvars[0])
     return found

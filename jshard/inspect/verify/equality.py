@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
+from rich.console import Console
+from rich.text import Text
 
 from jshard.errors import JShardError
 from jshard.inspect.verify.dataflow import (
     COMPARISON,
-    asked_dtypes,
     inexact_operations,
     last_bit,
     meshes_in,
@@ -28,13 +28,12 @@ from jshard.inspect.verify.first_divergence import FirstDivergence, beginning, c
 from jshard.inspect.verify.hidden_faults import held_to_faults
 from jshard.inspect.verify.inputs import Subject, shaken
 from jshard.inspect.verify.interpreter import Evaluation
-from jshard.inspect.verify.own_derivatives import noticed, tested
 from jshard.inspect.verify.residues import modulus_for
 from jshard.inspect.verify.side import FAULT, Side, of_ones, resized
 from jshard.inspect.verify.slots import first_slot
 from jshard.inspect.verify.verification import ROUNDING, Finding, Verification, in_words
 from jshard.programs.jaxprs import ClosedJaxpr, equations
-from jshard.programs.provenance import Cause
+from jshard.programs.provenance import Cause, own_line
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.keys import blamed
 
@@ -56,14 +55,14 @@ def verify(
 
         print(jshard.verify(loss, model, x, y, meshes=[{"data": 4, "tensor": 2}]))
     """
-    with _bar(4 * (len(meshes) + 2)) as tell:
+    with _told() as tell:
         return _verified(Subject(f, args, kwargs, backward), meshes, tell)
 
 
 def _verified(program: Subject, meshes: Sequence[Mapping[str, int]], tell: Callable[[str], None]) -> Verification:
     configured = mesh()
     sides = [Side(program, configured, configured, tell)]
-    with noticed() as own:
+    with _own_derivatives() as own:
         _check_own(program, sides[0].trace()[0])
     reference = Side(program, of_ones(configured), configured, tell)
     sides += [Side(program, resized(configured, sizes), configured, tell) for sizes in meshes]
@@ -77,27 +76,43 @@ def _verified(program: Subject, meshes: Sequence[Mapping[str, int]], tell: Calla
         findings += more
         begins += [begin] if begin is not None else []
     dropped, unheld = trial.dropped(sides[0])
-    derivatives = tuple(tested(*each) for each in own.items())
-    return Verification((*findings, *dropped), tuple(begins), trial.words, unheld, derivatives)
+    return Verification((*findings, *dropped), tuple(begins), trial.words, unheld, tuple(own))
 
 
 @contextlib.contextmanager
-def _bar(steps: int) -> Iterator[Callable[[str], None]]:
+def _told() -> Iterator[Callable[[str], None]]:
     """Draw what is being done, on a terminal and while it goes on; on nothing else."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
     console = Console(stderr=True)
-    columns = TextColumn("verify"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    is_drawn = console.is_terminal and jax.process_index() == 0
-    with Progress(*columns, console=console, transient=True, disable=not is_drawn) as bar:
-        task, done = bar.add_task("", total=steps), itertools.count()
+    if not console.is_terminal or jax.process_index():
+        yield lambda what: None
+        return
+    with console.status("verify") as status:
+        yield lambda what: status.update(Text(f"verify {what}"))
 
-        def tell(what: str) -> None:
-            completed = next(done)
-            bar.update(task, description=what, completed=completed, total=max(steps, completed + 1))
 
-        yield tell
+@contextlib.contextmanager
+def _own_derivatives() -> Iterator[dict[str, None]]:
+    """Name the functions called inside whose derivatives the program writes: both sides use these, and can't doubt them."""
+    found: dict[str, None] = {}
+    kinds: tuple[Any, ...] = jax.custom_vjp, jax.custom_jvp
+    before = [kind.__call__ for kind in kinds]
+
+    def noticing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(self: Any, *args: object, **kwargs: object) -> Any:
+            code = getattr(self.fun, "__code__", None)
+            if code is not None and (line := own_line([(code.co_filename, code.co_firstlineno)])):
+                found[f"{self.fun.__name__}() at {line}"] = None
+            return call(self, *args, **kwargs)
+
+        return called
+
+    try:
+        for kind, call in zip(kinds, before, strict=True):
+            kind.__call__ = noticing(call)
+        yield found
+    finally:
+        for kind, call in zip(kinds, before, strict=True):
+            kind.__call__ = call
 
 
 def _check_own(program: Subject, jaxpr: ClosedJaxpr) -> None:
@@ -152,8 +167,8 @@ class _Trial:
         platform = reference.mesh.devices.flat[0].platform
         self.modulus = modulus_for([eqn for jaxpr in jaxprs for eqn in equations(jaxpr)])
         self.why = self._why(platform, jaxprs)
-        self.exactly = Evaluation(self.modulus, platform=platform, asked=asked_dtypes)
-        self.truly = Evaluation(wide=True, asked=asked_dtypes)
+        self.exactly = Evaluation(self.modulus, platform=platform)
+        self.truly = Evaluation(wide=True)
         self.last_bit = max(map(last_bit, jaxprs))
 
     def _why(self, platform: str, jaxprs: Sequence[Any]) -> list[str]:

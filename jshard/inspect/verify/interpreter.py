@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from jshard.inspect.ledger.jaxpr_walk import Around
 from jshard.inspect.ledger.tracing import is_array, is_inexact
-from jshard.inspect.verify.dataflow import Asked, narrowed_for_a_sum
+from jshard.inspect.verify.dataflow import asked_dtypes, narrowed_for_a_sum
 from jshard.inspect.verify.records import NEVER, Note, Where, first_turn, later
 from jshard.inspect.verify.residues import (
     SUMS,
@@ -30,22 +29,22 @@ from jshard.inspect.verify.residues import (
 )
 from jshard.inspect.verify.wide import wide_results, widened
 from jshard.layers.pipeline.ticks import slot_p
-from jshard.programs.jaxprs import Atom, Eqn, Jaxpr, Shaped, bare, bound, called, inner, is_in, scanned
+from jshard.programs.jaxprs import Eqn, Jaxpr, Shaped, bare, bound, called, inner, is_in, run, scanned, variables
+from jshard.programs.provenance import Cause
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """How to run: by the true operations, in 64 bits if it is `wide`, or on whole numbers modulo a prime, the `modulus`; noting
-    what signals hand on (`listen`). `asked` gives the dtypes that the signals of a path ask for. With `nan_origins` there is a
-    note for every equation: by how many equations it was that its result first held a NaN, or NEVER. `planted` is given each
-    equation and its results, and returns those to go on with."""
+    what signals hand on (`listen`). With `nan_origins` there is a note for every equation: by how many equations it was that
+    its result first held a NaN, or NEVER. `planted` is given each equation and its results, and returns those to go on with.
+    """
 
     modulus: int | None = None
     wide: bool = False
     listen: bool = False
     nan_origins: bool = False
     platform: str = "cpu"
-    asked: Asked = lambda path: frozenset()
     planted: Callable[[Any, Sequence[Any]], Sequence[Any]] = lambda eqn, results: results
 
     def __call__(self, jaxpr: Jaxpr, arrays: Sequence[Any]) -> tuple[list[Any], list[Note]]:
@@ -78,33 +77,28 @@ class _Level:
         self.jaxpr, self.consts = bare(jaxpr), getattr(jaxpr, "consts", ())
         self.notes: list[Note] = []
         self.turns = 0  # equations run until now, those of loops as often as they run
-        self.values: dict[Any, Any] = {}
         self.of_sums: set[Any] = set()  # where it listens: what a sum goes into
-        self.inside = [around.entering(eqn) for eqn in self.jaxpr.eqns]
+        self.handed_on = self._handed_on() if evaluation.listen else set()
+        self.summed_narrow = narrowed_for_a_sum(self.jaxpr) if evaluation.modulus or evaluation.wide else set()
 
     def run(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Note]]:
-        jaxpr, consts = self.jaxpr, map(self._constant, self.jaxpr.constvars, self.consts)
-        for variables, given in ((jaxpr.constvars, consts), (jaxpr.invars, arrays)):
-            self.values |= zip(variables, given, strict=True)
-        self.summed_narrow = narrowed_for_a_sum(jaxpr) if self.how.modulus or self.how.wide else set()
-        heard = self._handed_on() if self.how.listen else {}
-        for number, (eqn, here) in enumerate(zip(jaxpr.eqns, self.inside, strict=True)):
-            with eqn.ctx.manager:
-                results = self.how.planted(eqn, self._results(eqn, here))
-            for variable, result in zip(eqn.outvars, results, strict=True):
-                self.values[variable] = result
-            for variable in heard.get(number, ()):
-                if is_float(variable.aval):
-                    self._note(self.values[variable], "value", eqn, here, of_sum=variable in self.of_sums)
-            if self.how.listen and eqn.primitive is slot_p:
-                for value in results:
-                    self._note(value, "slot", eqn, here)
-            if self.how.nan_origins and not _holds_noted(eqn):
-                self._ask(results, eqn, here)
-        return [self._value(variable) for variable in jaxpr.outvars], self.notes
+        consts = map(self._constant, self.jaxpr.constvars, self.consts)
+        literal = lambda atom: self._constant(atom, atom.val)
+        return run(self.jaxpr, [*consts, *arrays], self._step, literal), self.notes
 
-    def _value(self, variable: Atom) -> Any:
-        return self._constant(variable, variable.val) if isinstance(variable, Literal) else self.values[variable]
+    def _step(self, eqn: Eqn, x: list[Any]) -> Sequence[Any]:
+        """Run an equation on these operands, and note its results."""
+        here = self.around.entering(eqn)
+        with eqn.ctx.manager:
+            results = self.how.planted(eqn, self._results(eqn, x, here))
+        for variable, result in zip(eqn.outvars, results, strict=True):
+            if variable in self.handed_on and is_float(variable.aval):
+                self._note(result, "value", eqn, here, of_sum=variable in self.of_sums)
+            if self.how.listen and eqn.primitive is slot_p:
+                self._note(result, "slot", eqn, here)
+        if self.how.nan_origins and not _holds_noted(eqn):
+            self._ask(results, eqn, here)
+        return results
 
     def _constant(self, variable: Any, value: Any) -> Any:
         if self.how.modulus and is_inexact(variable.aval):
@@ -124,8 +118,8 @@ class _Level:
 
     # -- one equation --
 
-    def _results(self, eqn: Eqn, here: Around) -> Sequence[Any]:
-        name, x = eqn.primitive.name, [self._value(variable) for variable in eqn.invars]
+    def _results(self, eqn: Eqn, x: list[Any], here: Around) -> Sequence[Any]:
+        name = eqn.primitive.name
         if called(eqn) is not None:
             return self._call(eqn, x, here)
         if self.how.modulus and eqn.outvars and is_opaque(eqn, self.how.platform) and name not in HELD:
@@ -145,7 +139,7 @@ class _Level:
         """Say whether numbers are made narrower here to be summed, which nobody asked for."""
         if eqn.primitive.name != "convert_element_type" or eqn.outvars[0] not in self.summed_narrow:
             return False
-        return str(eqn.outvars[0].aval.dtype) not in self.how.asked(here.cause.path)
+        return str(eqn.outvars[0].aval.dtype) not in asked_dtypes(here.cause.path)
 
     def _ask(self, results: Sequence[Any], eqn: Eqn, here: Around) -> None:
         if eqn.primitive.name in BEARS_NO_NAN:
@@ -242,30 +236,24 @@ class _Level:
 
     # -- what signals hand on --
 
-    def _handed_on(self) -> dict[int, list[Any]]:
-        """By the number of the equation that makes it: every value that leaves a signal here, what a shard_map makes, and
-        every sum: after a product, and again after the collective that adds its parts."""
-        eqns = enumerate(self.jaxpr.eqns)
-        made = {variable: number for number, eqn in eqns for variable in eqn.outvars if is_array(variable.aval)}
-        names = [eqn.primitive.name for eqn in self.jaxpr.eqns]
+    def _handed_on(self) -> set[Any]:
+        """Find every value that leaves a signal here, what a shard_map makes, and every sum: after a product, and again after
+        the collective that adds its parts."""
+        made: dict[Any, Cause] = {}  # under which signals
+        found, outside = set[Any](), self.around.cause.path
         for eqn in self.jaxpr.eqns:
-            if eqn.primitive.name in SUMS or any(inner(eqn)) or any(is_in(v, self.of_sums) for v in eqn.invars):
+            name, cause = eqn.primitive.name, self.around.entering(eqn).cause
+            if name in SUMS or any(inner(eqn)) or any(is_in(v, self.of_sums) for v in eqn.invars):
                 self.of_sums.update(eqn.outvars)
-        leaving: dict[Any, None] = {v: None for v, n in made.items() if names[n] == "shard_map" or names[n] in SUMS}
-        for eqn, here in zip(self.jaxpr.eqns, self.inside, strict=True):
-            for variable in eqn.invars:
-                if not isinstance(variable, Literal) and variable in made:
-                    made_in = self.inside[made[variable]].cause
-                    if made_in.path != self.around.cause.path and not made_in.is_like(here.cause):
-                        leaving[variable] = None
-        for variable in self.jaxpr.outvars:
-            if not isinstance(variable, Literal) and variable in made:
-                if self.is_body or self.inside[made[variable]].cause.path != self.around.cause.path:
-                    leaving[variable] = None
-        by_number: dict[int, list[Any]] = {}
-        for variable in leaving:
-            by_number.setdefault(made[variable], []).append(variable)
-        return by_number
+            for variable in variables(eqn.invars):
+                made_in = made.get(variable)
+                if made_in is not None and made_in.path != outside and not made_in.is_like(cause):
+                    found.add(variable)
+            arrays = [variable for variable in eqn.outvars if is_array(variable.aval)]
+            made |= dict.fromkeys(arrays, cause)
+            found.update(arrays if name == "shard_map" or name in SUMS else ())
+        returned = [variable for variable in variables(self.jaxpr.outvars) if variable in made]
+        return found.union(each for each in returned if self.is_body or made[each].path != outside)
 
 
 def _holds_nan(x: jax.Array | np.ndarray) -> tuple[Any, tuple[str, ...]]:

@@ -13,7 +13,6 @@ import optax
 from flax import nnx
 
 from jshard.inspect.ledger.tracing import is_inexact
-from jshard.inspect.verify.dataflow import asked_dtypes
 from jshard.inspect.verify.first_divergence import relative
 from jshard.inspect.verify.inputs import shaken
 from jshard.inspect.verify.interpreter import Evaluation, quickly
@@ -21,9 +20,9 @@ from jshard.inspect.verify.verification import PlainSteps
 from jshard.inspect.verify.wide import widened
 from jshard.layers.layer import AuxLoss
 from jshard.layouts.gathering import on_host, put, raw
-from jshard.layouts.paths import words_of
 from jshard.programs.jaxprs import Shaped
 from jshard.signals.active_config import nothing_loaded
+from jshard.training.checkpoints.checkpoint import named
 from jshard.training.experiments.loop import TrainingStep
 from jshard.training.experiments.loss import Objective
 from jshard.training.optimizers.chain import Chain
@@ -38,10 +37,10 @@ TakesStep = Callable[..., tuple[Any, Any]]  # (state, x, y) -> (state, loss)
 
 def plain_steps(settings: Settings, objective: Objective, step: TrainingStep, batches: Sequence[Any]) -> PlainSteps:
     """Take the steps of these batches in both ways, from the numbers that plain Flax creates, and compare what they leave."""
-    own = _named(step.state)
+    own = named(step.state)
     with nothing_loaded():
         graph, state = nnx.split(_modules(settings, objective))
-        created = _named(state)
+        created = named(state)
         if other := sorted(own.keys() ^ created.keys()):
             return PlainSteps({}, unknown=f"plain Flax makes other variables: {', '.join(other[:3])}")
         here = [jax.tree.map(on_host, batch) for batch in batches]
@@ -56,15 +55,6 @@ def plain_steps(settings: Settings, objective: Objective, step: TrainingStep, ba
     offs = _offs(expected, _stepping(step.program, step.state, batches)(begun))
     rounding = [_offs(expected, each) for each in moved]
     return PlainSteps({**off, **offs}, {name: max(each[name] for each in rounding) for name in offs})
-
-
-def _named(state: object) -> dict[str, Any]:
-    """Name the arrays of a model and its optimizer, in their order."""
-    named = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        of, *words = words_of(path)
-        named[".".join([("model", "optimizer")[int(of)], *words])] = leaf
-    return named
 
 
 def _last_bits(array: Shaped) -> float:
@@ -112,7 +102,7 @@ def _loss(settings: Settings, objective: Objective) -> Callable[..., jax.Array]:
 def _stepping(step: TakesStep, like: object, batches: Sequence[Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Return what finds, from a state, what the steps leave of it, and their losses, in 64 bits."""
     jaxpr = jax.make_jaxpr(lambda state, batch: step(state, *batch))(like, batches[0])
-    how, where = Evaluation(wide=True, asked=asked_dtypes), [*(each.sharding for each in jax.tree.leaves(like)), None]
+    how, where = Evaluation(wide=True), [*(each.sharding for each in jax.tree.leaves(like)), None]
     program = jax.jit(
         lambda arrays: how(jaxpr, arrays)[0], out_shardings=where, compiler_options=quickly(jax.devices()[0])
     )
@@ -134,20 +124,15 @@ def _wide(array: jax.Array | np.ndarray) -> Any:
 
 
 def _offs(expected: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
-    """Find how far each array is off, in parts of its largest number."""
+    """Find how far each array is off, in parts of its largest number, or of a small part of its model's or optimizer's."""
+    host = {name: on_host(raw(array)) for name, array in expected.items()}
     largest: dict[str, float] = {}
-    for name, array in expected.items():
+    for name, array in host.items():
         if is_inexact(array):
             of = name.partition(".")[0]
-            largest[of] = max(largest.get(of, 0.0), _largest(array))
-    return {
-        name: _off(on_host(raw(array)), on_host(raw(found[name])), SMALL * largest.get(name.partition(".")[0], 0.0))
-        for name, array in expected.items()
-    }
-
-
-def _largest(array: object) -> float:
-    return float(np.max(np.abs(on_host(array)), initial=0.0))
+            largest[of] = max(largest.get(of, 0.0), float(np.max(np.abs(array), initial=0.0)))
+    least = {name: SMALL * largest.get(name.partition(".")[0], 0.0) for name in host}
+    return {name: _off(array, on_host(raw(found[name])), least[name]) for name, array in host.items()}
 
 
 def _off(one: np.ndarray, two: np.ndarray, least: float) -> float:
