@@ -1,9 +1,10 @@
 """Runs a jaxpr by its equations, on its own numbers or on whole ones modulo a prime, and notes on the way: what each signal
-hands on, and when an equation first made a NaN."""
+hands on, and which equation makes a NaN."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jshard.inspect.ledger.jaxpr_walk import Around
 from jshard.inspect.ledger.tracing import is_array, is_inexact
 from jshard.inspect.verify.dataflow import asked_dtypes, narrowed_for_a_sum
-from jshard.inspect.verify.records import NEVER, Note, Where, first_turn, later
+from jshard.inspect.verify.records import Note, Where
 from jshard.inspect.verify.residues import (
     SUMS,
     coarse,
@@ -36,9 +37,8 @@ from jshard.programs.provenance import Cause
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """How to run: by the true operations, in 64 bits if it is `wide`, or on whole numbers modulo a prime, the `modulus`; noting
-    what signals hand on (`listen`). With `nan_origins` there is a note for every equation: by how many equations it was that
-    its result first held a NaN, or NEVER. `planted` is given each equation and its results, and returns those to go on with.
-    """
+    what signals hand on (`listen`). With `nan_origins` there is a note for every equation: whether its results hold a NaN and
+    its operands none. `planted` is given each equation and its results, and returns those to go on with."""
 
     modulus: int | None = None
     wide: bool = False
@@ -76,7 +76,6 @@ class _Level:
         self.how, self.around, self.is_body = evaluation, around, is_body
         self.jaxpr, self.consts = bare(jaxpr), getattr(jaxpr, "consts", ())
         self.notes: list[Note] = []
-        self.turns = 0  # equations run until now, those of loops as often as they run
         self.of_sums: set[Any] = set()  # where it listens: what a sum goes into
         self.handed_on = self._handed_on() if evaluation.listen else set()
         self.summed_narrow = narrowed_for_a_sum(self.jaxpr) if evaluation.modulus or evaluation.wide else set()
@@ -96,8 +95,9 @@ class _Level:
                 self._note(result, "value", eqn, here, of_sum=variable in self.of_sums)
             if self.how.listen and eqn.primitive is slot_p:
                 self._note(result, "slot", eqn, here)
-        if self.how.nan_origins and not _holds_noted(eqn):
-            self._ask(results, eqn, here)
+        if self.how.nan_origins and not _holds_noted(eqn) and eqn.primitive.name not in BEARS_NO_NAN:
+            if any(map(is_inexact, map(jax.typeof, results))):
+                self._note(_hold_nan(results) & ~_hold_nan(x), "birth", eqn, here)
         return results
 
     def _constant(self, variable: Any, value: Any) -> Any:
@@ -141,22 +141,6 @@ class _Level:
             return False
         return str(eqn.outvars[0].aval.dtype) not in asked_dtypes(here.cause.path)
 
-    def _ask(self, results: Sequence[Any], eqn: Eqn, here: Around) -> None:
-        if eqn.primitive.name in BEARS_NO_NAN:
-            return
-        for each in results:
-            if is_inexact(jax.typeof(each)):
-                nan, mesh_axes = _holds_nan(each)
-                self._note(jnp.where(nan, self.turns, NEVER).astype(jnp.int32), "birth", eqn, here)
-                if mesh_axes:
-                    self.notes[-1] = self.notes[-1].behind(mesh_axes)
-                self.turns += 1
-
-    def _take(self, notes: Sequence[Note], level: _Level) -> None:
-        """Notes of a jaxpr inside this one, whose turns follow on those until now."""
-        self.notes += notes if not self.how.nan_origins else [later(note, self.turns) for note in notes]
-        self.turns += level.turns
-
     def _note(self, value: Shaped, kind: str, eqn: Any, here: Around, of_sum: bool = True) -> None:
         where = Where(
             kind, here.blamed(eqn), eqn.primitive.name, str(eqn.outvars[0].aval.dtype), of_sum=of_sum,
@@ -167,36 +151,31 @@ class _Level:
     # -- equations that hold jaxprs --
 
     def _call(self, eqn: Eqn, x: list[Any], here: Around) -> list[Any]:
-        level = _Level(self.how, called(eqn), here)
-        results, notes = level.run(x)
-        self._take(notes, level)
+        results, notes = _Level(self.how, called(eqn), here).run(x)
+        self.notes += notes
         return [_typed_as(result, variable.aval) for result, variable in zip(results, eqn.outvars, strict=True)]
 
     def _shard_map(self, eqn: Eqn, x: list[Any], here: Around) -> list[Any]:
         asked, mesh = eqn.params, eqn.params["mesh"]
         manual = asked["newly_manual_axes"]
         names = tuple(name for name in mesh.axis_names if name in manual)
-        levels: list[_Level] = []  # JAX may trace a body more than once
 
-        def body(*parts: object) -> tuple[list[Any], list[Note]]:
-            levels.append(level := _Level(self.how, asked["jaxpr"], here, is_body=True))
-            results, notes = level.run(parts)
+        def body(*parts: Any) -> tuple[list[Any], list[Note]]:
+            results, notes = _Level(self.how, asked["jaxpr"], here, is_body=True).run(parts)
             return results, [Note(jnp.expand_dims(note.value, 0), note.where) for note in notes]
 
         results, notes = jax.shard_map(
             body, mesh=mesh, in_specs=asked["in_specs"], out_specs=(list(asked["out_specs"]), PartitionSpec(names)),
             axis_names=manual, check_vma=asked["check_vma"],
         )(*x)  # fmt: skip
-        self._take([note.behind(names) for note in notes], levels[-1])
+        self.notes += [note.behind(names) for note in notes]
         return results
 
     def _scan(self, eqn: Eqn, x: list[Any], here: Around) -> list[Any]:
         asked, (consts, carried) = eqn.params, scanned(eqn)
-        levels: list[_Level] = []
 
         def body(carry: list[Any], each: list[Any]) -> tuple[list[Any], Any]:
-            levels.append(level := _Level(self.how, asked["jaxpr"], here, is_body=True))
-            results, notes = level.run([*x[:consts], *carry, *each])
+            results, notes = _Level(self.how, asked["jaxpr"], here, is_body=True).run([*x[:consts], *carry, *each])
             return results[:carried], (results[carried:], notes)
 
         first = self._typed(x[consts : consts + carried], eqn.invars[consts : consts + carried])
@@ -204,8 +183,7 @@ class _Level:
             body, first, x[consts + carried :], length=asked["length"], reverse=asked["reverse"], unroll=asked["unroll"]
         )
         if self.how.nan_origins:
-            self.notes += [later(first_turn(note, levels[-1].turns, asked["reverse"]), self.turns) for note in notes]
-            self.turns += levels[-1].turns * asked["length"]
+            self.notes += [Note(note.value.any(0), note.where) for note in notes]
         else:
             self.notes += [note.behind(()) for note in notes]
         return [*last, *stacked]
@@ -256,16 +234,10 @@ class _Level:
         return found.union(each for each in returned if self.is_body or made[each].path != outside)
 
 
-def _holds_nan(x: jax.Array | np.ndarray) -> tuple[Any, tuple[str, ...]]:
-    """Whether an array does; of one whose type says how it lies, whether each device's part does, and the mesh axes."""
-    where = jax.typeof(x).sharding
-    if where.mesh.empty or not where.mesh.are_all_axes_explicit:
-        return jnp.isnan(x).any(), ()
-    names = where.mesh.axis_names
-    look = jax.shard_map(
-        lambda part: jnp.isnan(part).any()[None], mesh=where.mesh, in_specs=where.spec, out_specs=PartitionSpec(names)
-    )
-    return look(x), names
+def _hold_nan(values: Sequence[Any]) -> jax.Array:
+    """Whether one of them holds a NaN."""
+    inexact = [each for each in values if is_inexact(jax.typeof(each))]
+    return functools.reduce(jnp.logical_or, (jnp.isnan(each).any() for each in inexact), jnp.bool_(False))
 
 
 def _holds_noted(eqn: Eqn) -> bool:

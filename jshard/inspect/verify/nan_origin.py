@@ -1,4 +1,4 @@
-"""Where a program's first NaN is made: it runs by its equations, and each is asked."""
+"""Where a program makes its first NaN: it runs by its equations, and each is asked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.inspect.ledger.jaxpr_walk import KIND_OF
 from jshard.inspect.verify.interpreter import Evaluation, quickly
-from jshard.inspect.verify.records import NEVER, Note, Where
+from jshard.inspect.verify.records import Where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,6 @@ class NanOrigin:
     """The equation that made a NaN, and the device, where each runs by itself."""
 
     number: int  # of the equation, the same at every run
-    turn: int  # how many equations ran before
     where: Where
     device: Any = None
 
@@ -38,18 +37,18 @@ class NanOrigin:
 
 
 def nan_origins(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[NanOrigin]]:
-    """Find the equations of a program whose result holds a NaN: `nan_origins(f, mesh)(*args)`, the earliest in front, each
-    with the time it first did. All processes of `mesh` call it."""
-    found: list[Where] = []
+    """Find the equations of a program that make a NaN of operands without one: `nan_origins(f, mesh)(*args)`, in program order;
+    collectives are last, as their NaN may be another device's. All processes of `mesh` call it."""
+    found: list[tuple[int, Where]] = []
 
     def asked(*args: object) -> Any:
         jaxpr = jax.make_jaxpr(f)(*args)
         _, notes = Evaluation(nan_origins=True)(jaxpr, jax.tree.leaves(args))
-        alike: dict[str, list[Note]] = {}  # by type: each group is joined over devices at once, which compiles sooner
-        for note in notes:
-            alike.setdefault(str(jax.typeof(note.value)), []).append(note)
-        found[:] = [note.where for some in alike.values() for note in some]
-        return [_first(some) for some in alike.values()]
+        alike: dict[str, list[int]] = {}  # by type: each group is joined over devices at once, which compiles sooner
+        for number, note in enumerate(notes):
+            alike.setdefault(str(jax.typeof(note.value)), []).append(number)
+        found[:] = [(number, notes[number].where) for some in alike.values() for number in some]
+        return [_first(jnp.stack([notes[number].value.reshape(-1) for number in some])) for some in alike.values()]
 
     program = jax.jit(
         asked,
@@ -60,11 +59,11 @@ def nan_origins(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[
     def run(*args: object) -> list[NanOrigin]:
         rows = [row.tolist() for some in jax.device_get(program(*args)) for row in some]
         origins = [
-            NanOrigin(number, turn, where, _device(mesh, where, place))
-            for number, ((turn, place), where) in enumerate(zip(rows, found, strict=True))
-            if turn < NEVER
+            NanOrigin(number, where, _device(mesh, where, place))
+            for (is_made, place), (number, where) in zip(rows, found, strict=True)
+            if is_made
         ]
-        return sorted(origins, key=lambda origin: origin.turn)
+        return sorted(origins, key=lambda origin: (origin.where.primitive in KIND_OF, origin.number))
 
     return run
 
@@ -74,15 +73,13 @@ def first(found: list[NanOrigin], harmless: Set[int]) -> NanOrigin | None:
     return next((origin for origin in found if origin.number not in harmless), None)
 
 
-def _first(notes: list[Note]) -> Any:
-    """When each was, and the number of the device that was first."""
-    times = jnp.stack([note.value.reshape(-1) for note in notes])
-    return jnp.stack([jnp.min(times, axis=1), jnp.argmin(times, axis=1).astype(jnp.int32)], axis=1)
+def _first(made: jax.Array) -> Any:
+    """Whether each equation made a NaN on a device, and the number of the first such device."""
+    return jnp.stack([made.any(1), made.argmax(1)], axis=1)
 
 
 def _device(mesh: Mesh | None, where: Where, place: int) -> Any:
     """Known where one shard_map over the whole mesh holds the equation."""
-    names = [names for names in where.lead if names]
-    if mesh is None or len(names) != 1 or names[0] != mesh.axis_names:
+    if mesh is None or where.lead != (mesh.axis_names,):
         return None
     return mesh.devices.reshape(-1)[place]

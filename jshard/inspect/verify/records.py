@@ -1,4 +1,4 @@
-"""What is written down while a program runs by its equations: what a signal hands on, when a NaN was made."""
+"""What is written down while a program runs by its equations: what a signal hands on, whether an equation makes a NaN."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jshard.layers.pipeline.ticks import Slot
 from jshard.programs.provenance import Cause
@@ -36,21 +35,3 @@ class Note:
 
 
 jax.tree_util.register_dataclass(Note, data_fields=["value"], meta_fields=["where"])
-
-
-# -- when a NaN was born --
-
-NEVER = 2**30  # equations
-
-
-def later(note: Note, turns: int) -> Note:
-    """Shift a time by the equations that ran before its jaxpr."""
-    return Note(jnp.minimum(note.value + min(turns, NEVER), NEVER), note.where)
-
-
-def first_turn(note: Note, turns: int, reverse: bool) -> Note:
-    """Of all trips of a scan, each of so many equations: the trips are in front, and stand for no device."""
-    trips = jnp.arange(note.value.shape[0], dtype=jnp.int32)
-    before = (trips[::-1] if reverse else trips) * min(turns, NEVER // max(note.value.shape[0], 1))
-    before = before.reshape(-1, *(1,) * (note.value.ndim - 1))
-    return Note(jnp.min(jnp.where(note.value < NEVER, note.value + before, NEVER), axis=0, initial=NEVER), note.where)

@@ -26,7 +26,7 @@ from tests.support.processes import run as run_processes
 @pytest.mark.parametrize("sizes", [{"d": 2}, {"d": 2, "t": 4}])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_birth_has_the_equation_the_device_and_the_trip_of_a_loop(mesh, sizes, reverse):
-    """The second half takes the root of -6 in trip 2. Then the first half makes inf - inf in trip 1, before any root."""
+    """The second half takes the root of -6 in trip 2. Then the first half makes inf - inf in trip 1, and the second that root."""
     here = mesh(**sizes)
 
     def body(x, w):
@@ -42,18 +42,16 @@ def test_birth_has_the_equation_the_device_and_the_trip_of_a_loop(mesh, sizes, r
 
     x = jax.device_put(np.array([7e4, 4.0], np.float32), jax.NamedSharding(here, P("d")))
     w = np.array([2.0, 8.0, 1.0][:: -1 if reverse else 1], np.float32)
-    root, difference, joined, total = nan_origins(f, here)(x, w)
+    root, joined = nan_origins(f, here)(x, w)
     assert (root.where.primitive, root.device.id) == ("sqrt", here.devices.size // 2)
     assert root.words().startswith("sqrt at test_nan_origin.py:")
-    assert (difference.where.primitive, difference.device) == ("sub", root.device)
-    assert joined.words().startswith("all_reduce at test_nan_origin.py:")
-    assert total.where.primitive == "reduce_sum"
+    assert joined.words().startswith("all_reduce at test_nan_origin.py:")  # the other half's NaN
 
     x = jax.device_put(np.array([np.inf, 4.0], np.float32), jax.NamedSharding(here, P("d")))
     w = np.array([np.inf, 1.0, 1.0][:: -1 if reverse else 1], np.float32)
-    difference, root, *_ = nan_origins(f, here)(x, w)
+    root, difference, *_ = nan_origins(f, here)(x, w)
+    assert (root.where.primitive, root.device.id) == ("sqrt", here.devices.size // 2)
     assert (difference.where.primitive, difference.device.id) == ("sub", 0)
-    assert root.where.primitive == "sqrt" and root.turn > difference.turn
 
 
 def test_birth_is_in_the_phase_and_under_the_signal_that_made_it(mesh):
