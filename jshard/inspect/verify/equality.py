@@ -25,11 +25,10 @@ from jshard.inspect.verify.dataflow import (
     stood_in,
 )
 from jshard.inspect.verify.first_divergence import FirstDivergence, beginning, compared, relative
-from jshard.inspect.verify.hidden_faults import held_to_faults
 from jshard.inspect.verify.inputs import Subject, shaken
 from jshard.inspect.verify.interpreter import Evaluation
 from jshard.inspect.verify.residues import modulus_for
-from jshard.inspect.verify.side import FAULT, Side, of_ones, resized
+from jshard.inspect.verify.side import FAULT, Side, held_to_faults, of_ones, resized
 from jshard.inspect.verify.slots import first_slot
 from jshard.inspect.verify.verification import ROUNDING, Finding, Verification, in_words
 from jshard.programs.jaxprs import ClosedJaxpr, equations

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jshard.inspect.verify.records import Note
+from jshard.inspect.verify.interpreter import Note
 from jshard.inspect.verify.residues import centered
 from jshard.programs.provenance import Cause
 from jshard.signals.keys import blamed

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec
 from jshard.inspect.ledger.jaxpr_walk import Around
 from jshard.inspect.ledger.tracing import is_array, is_inexact
 from jshard.inspect.verify.dataflow import asked_dtypes, narrowed_for_a_sum
-from jshard.inspect.verify.records import Note, Where
 from jshard.inspect.verify.residues import (
     SUMS,
     coarse,
@@ -29,9 +28,35 @@ from jshard.inspect.verify.residues import (
     touches_floats,
 )
 from jshard.inspect.verify.wide import wide_results, widened
-from jshard.layers.pipeline.ticks import slot_p
+from jshard.layers.pipeline.ticks import Slot, slot_p
 from jshard.programs.jaxprs import Eqn, Jaxpr, Shaped, bare, bound, called, inner, is_in, run, scanned, variables
 from jshard.programs.provenance import Cause
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """What is noted, and where in the program. `lead` are the axes put before the array's own: a scan's trips, or the mesh
+    axes of a shard_map, whose devices are stacked."""
+
+    kind: str  # value, birth, slot
+    cause: Cause
+    primitive: str
+    dtype: str
+    lead: tuple[tuple[str, ...], ...] = ()  # () is a scan; a shard_map has its mesh axes
+    of_sum: bool = True  # whether a sum goes into it: if it is right, so are sums before
+    slot: Slot | None = None  # of a pipeline
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    value: Any
+    where: Where
+
+    def behind(self, lead: tuple[str, ...]) -> Note:
+        return Note(self.value, dataclasses.replace(self.where, lead=(lead, *self.where.lead)))
+
+
+jax.tree_util.register_dataclass(Note, data_fields=["value"], meta_fields=["where"])
 
 
 @dataclasses.dataclass(frozen=True)

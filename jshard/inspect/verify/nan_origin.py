@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.inspect.ledger.jaxpr_walk import KIND_OF
-from jshard.inspect.verify.interpreter import Evaluation, quickly
-from jshard.inspect.verify.records import Where
+from jshard.inspect.verify.interpreter import Evaluation, Where, quickly
 
 
 @dataclasses.dataclass(frozen=True)

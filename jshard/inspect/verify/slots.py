@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jshard.inspect.verify.first_divergence import FirstDivergence, likeness_of
-from jshard.inspect.verify.records import Note
+from jshard.inspect.verify.interpreter import Note
 from jshard.schedules import StageOp
 from jshard.schedules.table import SLOTS
 

@@ -58,7 +58,7 @@ def load_weights(model: Model, path: PathLike, *, rename: PathLike | None = None
     one of shapes alone is never whole anywhere.
 
     `rename` is a file of lines `regex: path | permute 1 0 | ...` (docs/weights.md); without, the names in the file are the
-    parameters' paths. A dtype that is not the model's is an error unless a line says `cast`, or `dtype="convert"` it of all.
+    parameters' paths. A dtype that is not the model's is an error unless `dtype="convert"`.
 
     Raises one `JShardError` with every fault before the first number is read. Moves nothing between processes.
     """

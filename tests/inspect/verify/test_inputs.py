@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jshard.inspect.verify import interpreter
 from jshard.inspect.verify.dataflow import last_bit, obstacles
 from jshard.inspect.verify.first_divergence import compared
 from jshard.inspect.verify.inputs import draw
@@ -223,7 +224,7 @@ def test_the_last_bit_is_that_of_what_has_no_meaning_in_64_bits():
     assert bit(lambda x: lax.scan(lambda c, r: (c + called(r.astype(jnp.float16)), r), x[0], x)[0]) == 2.0**-10
 
 
-def test_true_operations_in_64_bits_leave_no_rounding_but_what_is_narrowed_for_a_sum():
+def test_true_operations_in_64_bits_leave_no_rounding_but_what_is_narrowed_for_a_sum(monkeypatch):
     x = np.linspace(0.1, 1, 64).reshape(8, 8)
 
     def f(x):
@@ -245,8 +246,8 @@ def test_true_operations_in_64_bits_leave_no_rounding_but_what_is_narrowed_for_a
         with jax.set_mesh(jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))):
             jaxpr = jax.make_jaxpr(narrowed)(x.astype(np.float32))
             for asked, far in ((frozenset(), True), (frozenset(["bfloat16"]), False)):
-                how = Evaluation(wide=True, asked=lambda path, asked=asked: asked)
-                (total,), _ = jax.jit(functools.partial(how, jaxpr))([jnp.asarray(x)])
+                monkeypatch.setattr(interpreter, "asked_dtypes", lambda path, asked=asked: asked)
+                (total,), _ = jax.jit(functools.partial(wide, jaxpr))([jnp.asarray(x)])
                 assert (np.abs(total - (x[:4] + x[4:])).max() > 1e-4) == far
 
 

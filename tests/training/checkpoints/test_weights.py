@@ -218,15 +218,13 @@ def test_a_tree_without_shardings_goes_where_jax_puts_arrays(files):
 
 def test_dtype_is_converted_where_it_is_asked_and_only_there(abstract, files):
     path = files(**CONTENT)
-    Path("cast.txt").write_text(RENAME.replace("embed/embedding", "embed/embedding | cast"))
     expected = EXPECTED | {"embed/embedding": CONTENT["embed__weight"].astype(ml_dtypes.bfloat16)}
-    check(jshard.load_weights(abstract(embed=jnp.bfloat16), path, rename="cast.txt"), expected)
     check(jshard.load_weights(abstract(embed=jnp.bfloat16), path, rename="r.txt", dtype="convert"), expected)
     with pytest.raises(JShardError) as told:
         jshard.load_weights(abstract(embed=jnp.bfloat16, scales=jnp.bfloat16), path, rename="r.txt")
     assert str(told.value) == (
         '"embed.weight" (float32[12, 8] in x.safetensors) and 2 more would become bfloat16 in the model, as embed/embedding by r.txt:2; '
-        'add | cast to r.txt:2, or give dtype="convert"'
+        'give dtype="convert"'
     )
     with pytest.raises(
         JShardError, match='dtype is "converts", which is neither same nor convert; did you mean "convert"?'

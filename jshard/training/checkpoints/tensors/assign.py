@@ -157,15 +157,14 @@ def assign(
                 faults.append(error)
                 continue
             dtypes = tensor.dtype, by_path[target.path].value.dtype
-            if dtypes[0] != dtypes[1] and not (line.casts or converts):
+            if dtypes[0] != dtypes[1] and not converts:
                 unlike.setdefault(dtypes, []).append(piece)
         if len(views) == len(lines):
             faults += _not_once(tensor, views, writes=writes)
     for (_, dtype), (first, *others) in unlike.items():
         also = f" and {len(others)} more" if others else ""
         fault = f"{_of(first.tensor)}{also} would become {dtype} in the model, as {first.target}{_by(first.line)}"
-        where = f"add | cast to {first.line.place}, or " if first.line.place else ""
-        faults.append(JShardError(fault, hint=f'{where}give dtype="convert"'))
+        faults.append(JShardError(fault, hint='give dtype="convert"'))
     for leaf in leaves:
         if leaf.path in filled or leaf.required:
             faults += _not_filled(leaf, filled.get(leaf.path), renaming, tensors, file)

@@ -22,13 +22,11 @@ from jshard.errors import JShardError, Location, did_you_mean, quoted, refused
 from jshard.layouts.index_ranges import Box
 from jshard.training.checkpoints.tensors.view import Impossible, View
 
-CAST = "cast"
 STEPS = {  # the arguments of each, and an example
     "permute": (r"\d+( \d+)*", "permute 1 0"),
     "reshape": (r"(\d+ )*(-1|\d+)( \d+)*", "reshape 32 -1"),
     "slice": (r"\d+ \d*:\d*", "slice 0 0:512"),
     "split": (r"\d+ \d+", "split 0 128"),
-    CAST: (r"", CAST),
 }
 SKIP = "-"
 Region = tuple[int | slice, ...]  # of a parameter; axes that are not said are whole
@@ -71,10 +69,6 @@ class RenameLine:
     def skips(self) -> bool:
         return self.target == SKIP
 
-    @property
-    def casts(self) -> bool:
-        return (CAST, ()) in self.steps
-
     def target_of(self, name: str) -> ParameterRegion:
         found = self.pattern.fullmatch(name)
         assert found is not None
@@ -84,8 +78,7 @@ class RenameLine:
         """See a tensor of this shape as the line says."""
         view = View.of(shape)
         for word, arguments in self.steps:
-            if word != CAST:
-                view = getattr(view, word)(*arguments)
+            view = getattr(view, word)(*arguments)
         return view
 
 
@@ -190,11 +183,9 @@ def _step(place: Location, text: str) -> tuple[str, tuple[Any, ...]]:
     word, *arguments = text.split() or [""]
     form, example = STEPS.get(word, (None, ""))
     if form is None or not re.fullmatch(form, " ".join(arguments), re.ASCII):
-        hint = (
-            f"write {example}" if example else did_you_mean(word, STEPS, "use permute, reshape, slice, split or cast")
-        )
+        hint = f"write {example}" if example else did_you_mean(word, STEPS, "use permute, reshape, slice or split")
         raise JShardError(f"{place} has the step {quoted(text)}, which is none", hint=hint)
     if word == "slice":
         begin, _, end = arguments[1].partition(":")
         return word, (int(arguments[0]), int(begin or 0), int(end) if end else None)
-    return word, (tuple(map(int, arguments)),) if arguments else ()
+    return word, (tuple(map(int, arguments)),)

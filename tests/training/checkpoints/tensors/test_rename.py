@@ -70,7 +70,7 @@ def test_all_faults_of_a_rename_file_are_told_at_once(lines):
     with pytest.raises(JShardError) as told:
         lines(
             "nothing here\n(a: b\na: \\1\n(a): b\\2\nx: y | permut 1 0\nx: y | reshape -1 -1\nx: y | slice 0\nx: y[1, a]\n"
-            "x: y | permute\nx: y | cast float32\nx: y | slice 0 4:2:1\nx: y | split 2\nx: y | slice 0 -5:\nfine: y[:, 2:]"
+            "x: y | permute\nx: y | slice 0 4:2:1\nx: y | split 2\nx: y | slice 0 -5:\nfine: y[:, 2:]"
         )
     step = "which is none; write"
     assert str(told.value).splitlines() == [
@@ -83,10 +83,9 @@ def test_all_faults_of_a_rename_file_are_told_at_once(lines):
         f'r.txt:7 has the step "slice 0", {step} slice 0 0:512',
         'r.txt:8 names "y[1, a]", whose region is none; write layers/0/kernel, or stack/kernel[0] or qkv[:, 0:512]',
         f'r.txt:9 has the step "permute", {step} permute 1 0',
-        f'r.txt:10 has the step "cast float32", {step} cast',
-        f'r.txt:11 has the step "slice 0 4:2:1", {step} slice 0 0:512',
-        f'r.txt:12 has the step "split 2", {step} split 0 128',
-        f'r.txt:13 has the step "slice 0 -5:", {step} slice 0 0:512',
+        f'r.txt:10 has the step "slice 0 4:2:1", {step} slice 0 0:512',
+        f'r.txt:11 has the step "split 2", {step} split 0 128',
+        f'r.txt:12 has the step "slice 0 -5:", {step} slice 0 0:512',
     ]
 
 
