@@ -23,19 +23,7 @@ from jshard.training.optimizers.clipping import clip_by_global_norm
 from jshard.training.settings import LEARNING_RATE, Settings
 
 KEYS = ("clip", "schedule", "decay")  # of `optimizer`, beside names of optax
-LENGTHS = (
-    "steps",
-    "decay_steps",
-    "transition_steps",
-)  # arguments of schedules that are the steps of the run unless said
-PEAKS = ("peak", "peak_value", "init_value", "value")  # arguments of schedules that are the highest learning rate
-NUMBERS = {
-    "learning_rate": LEARNING_RATE,
-    **dict.fromkeys(PEAKS, LEARNING_RATE),
-    "warmup": 100,
-    "decay": 100,
-    "steps": 1000,
-}
+NUMBERS = {"learning_rate": LEARNING_RATE, "peak": LEARNING_RATE, "warmup": 100, "decay": 100, "steps": 1000}
 MASKS = ("mask", "weight_decay_mask")  # arguments of optax that say what decays
 
 
@@ -148,14 +136,14 @@ def _function(
     name: str,
     known: Sequence[str],
     fault: str,
-    use: str = "adamw, adam, sgd or another",
+    use: str = "adamw, adam, sgd or another of optax",
 ) -> Any:
     if ":" in name:
         named = "" if label.endswith('"') else " is named"
         return function_at(f"{label}{named}, but", name, settings.configuration.trust)
     if name not in known or name in KEYS:
         fault = f"{label}{', which' if label.endswith(chr(34)) else ''} {fault}"
-        raise JShardError(fault, hint=did_you_mean(name, known, f"use {use} of optax"))
+        raise JShardError(fault, hint=did_you_mean(name, known, f"use {use}"))
     return schedules.WORDS.get(name) or getattr(optax, name)
 
 
@@ -181,7 +169,7 @@ def _set_rate(settings: Settings, links: list[_Link], schedule: object) -> tuple
 
 
 def _scheduled(settings: Settings, schedule: Any, given: Any, rate_key: str) -> tuple[Any, str, float | None]:
-    """Build a schedule. Its peak is the learning rate beside it unless said."""
+    """Build a schedule. Its `peak` is the learning rate beside it, and its `steps` are those of the run, unless said."""
     label = settings.label("optimizer.schedule")
     table = {schedule: {}} if isinstance(schedule, str) else schedule
     if len(table) != 1:
@@ -190,23 +178,20 @@ def _scheduled(settings: Settings, schedule: Any, given: Any, rate_key: str) -> 
             hint="write one schedule, as in schedule: {warmup_cosine: {peak: 3e-4, warmup: 100}}",
         )
     ((name, value),) = table.items()
-    label, known = f'{label} is "{name}"', [*schedules.WORDS, *_of_optax()]
-    words = f"{', '.join(schedules.WORDS)} or one"
-    function = _function(settings, label, name, known, "is no schedule of jshard or optax", use=words)
-    arguments, takes = dict(value or {}), parameters_of(function)
-    highest, key = next((each for each in PEAKS if each in takes), None), rate_key
-    if highest in arguments:
-        key = f"optimizer.schedule.{name}.{highest}"
-    elif highest is not None:
-        arguments[highest], given = LEARNING_RATE if given is None else given, None
+    label, words = f'{label} is "{name}"', f"{', '.join(schedules.WORDS)} or optax:NAME"
+    function = _function(settings, label, name, [*schedules.WORDS], "is no schedule of jshard", use=words)
+    arguments, takes, key = dict(value or {}), parameters_of(function), rate_key
+    if "peak" in arguments:
+        key = f"optimizer.schedule.{name}.peak"
+    elif "peak" in takes:
+        arguments["peak"], given = LEARNING_RATE if given is None else given, None
     if given is not None:
         raise JShardError(
             f"{settings.label(rate_key)} is beside a schedule ({settings.place('optimizer.schedule')}), which says that",
             hint="remove one of the two",
         )
-    for length in LENGTHS:
-        if length in takes and takes[length].default is inspect.Parameter.empty:
-            arguments.setdefault(length, settings["steps"])
+    if "steps" in takes and takes["steps"].default is inspect.Parameter.empty:
+        arguments.setdefault("steps", settings["steps"])
     check_arguments(label, function, arguments, ours={})
     check_numbers(settings, f"optimizer.schedule.{name}", arguments, takes)
     if name in schedules.WORDS and not sum(arguments.get(word, 0) for word in ("warmup", "decay")) < arguments.get(
@@ -215,7 +200,7 @@ def _scheduled(settings: Settings, schedule: Any, given: Any, rate_key: str) -> 
         long = " and ".join(f"{word} {arguments[word]}" for word in ("warmup", "decay") if word in arguments)
         raise JShardError(f"{label} with {long}, in {arguments['steps']} steps", hint=f"keep {long} below that")
     with as_user_error(f"{name} is called"):
-        return function(**arguments), key, arguments.get(highest)
+        return function(**arguments), key, arguments.get("peak")
 
 
 def _set_mask(label: str, links: list[_Link], globs: list[Glob]) -> None:
@@ -250,8 +235,3 @@ def optimizers() -> tuple[str, ...]:
     """List the optimizers of optax: functions of a learning rate. Those that need more than gradients are not among them."""
     found = (name for name in transformations() if "learning_rate" in parameters_of(getattr(optax, name)))
     return tuple(name for name in found if not name.startswith("scale_by_") and name != "lbfgs")
-
-
-def _of_optax() -> list[str]:
-    public = vars(optax.schedules).items()
-    return [name for name, f in public if inspect.isfunction(f) and not name.startswith(("_", "inject", "join"))]

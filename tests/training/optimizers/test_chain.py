@@ -90,7 +90,7 @@ SAME = [
         optax.chain(optax.scale_by_adam(0.8), optax.scale(-0.1)),
     ),
     (
-        "{sgd: {}, schedule: {cosine_decay_schedule: {init_value: 0.1}}}",
+        "{sgd: {}, schedule: {'optax:cosine_decay_schedule': {init_value: 0.1, decay_steps: 100}}}",
         optax.sgd(optax.cosine_decay_schedule(0.1, 100)),
     ),
     (
@@ -183,12 +183,12 @@ SENTENCES = [
     ),
     (
         "{adamw: {}, schedule: warmup_cosin}",
-        f'{HERE}.schedule (f.yaml:4) is "warmup_cosin", which is no schedule of jshard or optax; did you mean "warmup_cosine"?',
+        f'{HERE}.schedule (f.yaml:4) is "warmup_cosin", which is no schedule of jshard; did you mean "warmup_cosine"?',
     ),
     (
         "{adamw: {}, schedule: steep}",
-        f'{HERE}.schedule (f.yaml:4) is "steep", which is no schedule of jshard or optax; use constant, linear, cosine, '
-        "warmup_constant, warmup_linear, warmup_cosine, warmup_stable_decay or one of optax",
+        f'{HERE}.schedule (f.yaml:4) is "steep", which is no schedule of jshard; use constant, linear, cosine, '
+        "warmup_constant, warmup_linear, warmup_cosine, warmup_stable_decay or optax:NAME",
     ),
     (
         "{adamw: {}, schedule: {warmup_cosine: {warmups: 3}}}",
