@@ -108,11 +108,6 @@ class Table:
         chunk, stage = divmod(key.virtual, self.stages)
         return stage, Op(key.slot, key.microbatch, chunk)
 
-    def where(self, key: StageOp) -> str:
-        """Name an operation by its place, as in stage 1, tick 2, microbatch 0 (W0 of zero_bubble)."""
-        stage, op = self.op(key)
-        return f"stage {stage}, tick {self.when[key]}, microbatch {key.microbatch} ({op} of {self.name})"
-
     def words(self) -> list[list[str]]:
         """The word of each tick, by stage."""
         return [["".join(map(str, ops)) or WAITS for ops in row] for row in self.rows]

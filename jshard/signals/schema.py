@@ -104,7 +104,7 @@ TRAIN: dict[str, Key] = {
                 "clip": Key(number("1.0"), "The most that the norm of all gradients together may be; clipped before all else."),
                 "schedule": Key(
                     Keys({}, bare=text("a name", "cosine"), open=True),
-                    "The learning rate over the run: a short word (warmup_cosine), a name of optax or an import path, and its "
+                    "The learning rate over the run: a short word (warmup_cosine) or an import path (optax:NAME), and its "
                     "arguments; its length is that of the run unless said.",
                 ),
                 "decay": Key(

@@ -29,7 +29,6 @@ from jshard.inspect.verify.inputs import Subject, shaken
 from jshard.inspect.verify.interpreter import Evaluation
 from jshard.inspect.verify.residues import modulus_for
 from jshard.inspect.verify.side import FAULT, Side, held_to_faults, of_ones, resized
-from jshard.inspect.verify.slots import first_slot
 from jshard.inspect.verify.verification import ROUNDING, Finding, Verification, in_words
 from jshard.programs.jaxprs import ClosedJaxpr, equations
 from jshard.programs.provenance import Cause, own_line
@@ -310,8 +309,7 @@ class _Trial:
         how = dataclasses.replace(self.truly if modulus is None else self.exactly, listen=True)
         tolerance = 0.0 if modulus is not None else self.natural[1]
         (reference, heard), (results, other) = self.reference.run(how, numbers), side.run(how, numbers)
-        begin = first_slot(heard, other, side.sizes, tolerance, modulus)
-        begin = begin or beginning(heard, other, side.sizes, tolerance, modulus)
+        begin = beginning(heard, other, side.sizes, tolerance, modulus)
         if begin is not None:
             return begin
         for finding, one, two in zip(findings, reference, results, strict=True):

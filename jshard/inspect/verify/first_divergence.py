@@ -28,14 +28,12 @@ class FirstDivergence:
     cause: Cause
     off: float
     looks: str  # like what kind of mistake
-    slot: str = ""  # of a pipeline: stage 1, tick 3, microbatch 0 (B0)
 
     def __str__(self) -> str:
-        slot = f"{self.slot}, " if self.slot else ""
         who = f'signal "{self.cause.signal}"' if self.cause.path else "the part outside every signal"
         where = ", ".join(str(each) for each in (self.cause.place, self.cause.source) if each)
         where = f" ({where})" if where else ""
-        return f"{slot}{who}{where}, {self.cause.phase}: off by {self.off:.2g} of the largest; {self.looks}"
+        return f"{who}{where}, {self.cause.phase}: off by {self.off:.2g} of the largest; {self.looks}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +86,9 @@ def _pairs(reference: Sequence[Note], other: Sequence[Note]) -> Iterator[tuple[N
     """Pair what was noted at the same place in both, in the order of the other: the last of each, where one has more."""
     waiting: dict[Any, collections.deque[Note]] = {}
     for note in reference:
-        if note.where.kind == "value":
-            waiting.setdefault(_at(note), collections.deque()).append(note)
-    values = [note for note in other if note.where.kind == "value"]
-    left = collections.Counter(map(_at, values))
-    for note in values:
+        waiting.setdefault(_at(note), collections.deque()).append(note)
+    left = collections.Counter(map(_at, other))
+    for note in other:
         at = _at(note)
         found = waiting.get(at, collections.deque())
         while len(found) > left[at]:

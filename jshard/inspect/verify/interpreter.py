@@ -28,7 +28,6 @@ from jshard.inspect.verify.residues import (
     touches_floats,
 )
 from jshard.inspect.verify.wide import wide_results, widened
-from jshard.layers.pipeline.ticks import Slot, slot_p
 from jshard.programs.jaxprs import Eqn, Jaxpr, Shaped, bare, bound, called, inner, is_in, run, scanned, variables
 from jshard.programs.provenance import Cause
 
@@ -38,13 +37,10 @@ class Where:
     """What is noted, and where in the program. `lead` are the axes put before the array's own: a scan's trips, or the mesh
     axes of a shard_map, whose devices are stacked."""
 
-    kind: str  # value, birth, slot
     cause: Cause
     primitive: str
-    dtype: str
     lead: tuple[tuple[str, ...], ...] = ()  # () is a scan; a shard_map has its mesh axes
     of_sum: bool = True  # whether a sum goes into it: if it is right, so are sums before
-    slot: Slot | None = None  # of a pipeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +113,10 @@ class _Level:
             results = self.how.planted(eqn, self._results(eqn, x, here))
         for variable, result in zip(eqn.outvars, results, strict=True):
             if variable in self.handed_on and is_float(variable.aval):
-                self._note(result, "value", eqn, here, of_sum=variable in self.of_sums)
-            if self.how.listen and eqn.primitive is slot_p:
-                self._note(result, "slot", eqn, here)
+                self._note(result, eqn, here, of_sum=variable in self.of_sums)
         if self.how.nan_origins and not _holds_noted(eqn) and eqn.primitive.name not in BEARS_NO_NAN:
             if any(map(is_inexact, map(jax.typeof, results))):
-                self._note(_hold_nan(results) & ~_hold_nan(x), "birth", eqn, here)
+                self._note(_hold_nan(results) & ~_hold_nan(x), eqn, here)
         return results
 
     def _constant(self, variable: Any, value: Any) -> Any:
@@ -166,12 +160,8 @@ class _Level:
             return False
         return str(eqn.outvars[0].aval.dtype) not in asked_dtypes(here.cause.path)
 
-    def _note(self, value: Shaped, kind: str, eqn: Any, here: Around, of_sum: bool = True) -> None:
-        where = Where(
-            kind, here.blamed(eqn), eqn.primitive.name, str(eqn.outvars[0].aval.dtype), of_sum=of_sum,
-            slot=eqn.params.get("slot"),
-        )  # fmt: skip
-        self.notes.append(Note(value, where))
+    def _note(self, value: Shaped, eqn: Any, here: Around, of_sum: bool = True) -> None:
+        self.notes.append(Note(value, Where(here.blamed(eqn), eqn.primitive.name, of_sum=of_sum)))
 
     # -- equations that hold jaxprs --
 

@@ -33,7 +33,7 @@ class Slot(NamedTuple):
     left: int = 0
 
 
-# Marks that, so that verify can tell which operation of a table is wrong. It compiles to nothing.
+# Marks that, for the ledger and the figures of a run. It compiles to nothing.
 slot_p = Primitive("pipeline_slot")
 slot_p.multiple_results = True
 slot_p.def_abstract_eval(lambda *xs, slot: xs)
