@@ -16,7 +16,7 @@ import numpy as np
 
 from jshard.errors import JShardError, printable
 from jshard.layouts.gathering import raw
-from jshard.training.checkpoints.tensors.view import Stride
+from jshard.training.checkpoints.tensors.view import View
 
 BLOCK = 2**18  # numbers that are looked at together
 SHOWN = 3  # parameters that a warning names
@@ -91,14 +91,21 @@ class StoredArray:
     def dtype(self) -> np.dtype:
         return self.array.dtype.numpy_dtype
 
-    def read(self, out: np.ndarray, corner: Sequence[int], loops: Sequence[Stride]) -> int:
-        """Read what the loops run over from `corner` on; `out` has an axis for each. Returns how many bytes that spans."""
-        ends = [start + 1 for start in corner]
-        for loop in loops:
-            ends[loop.axis] += (loop.size - 1) * loop.step
-        block = self.array[tuple(map(slice, corner, ends))].read().result()
-        steps = [block.strides[loop.axis] * loop.step for loop in loops]
-        out[...] = np.lib.stride_tricks.as_strided(block, out.shape, steps)
+    def read(self, out: np.ndarray, start: int, steps: Sequence[int]) -> int:
+        """Fill `out` with the numbers from `start` on that are `steps` apart. Returns how many bytes that spans."""
+        rows, corner = View.of(self.shape).steps, np.unravel_index(start, self.shape)
+        along = [next(axis for axis, row in enumerate(rows) if row <= step) for step in steps]
+        ends = [int(begin) + 1 for begin in corner]
+        for axis, size, step in zip(along, out.shape, steps, strict=True):
+            ends[axis] += (size - 1) * (step // rows[axis])
+        if any(end > size for end, size in zip(ends, self.shape, strict=True)):  # of axes that were joined
+            last = start + sum((size - 1) * step for size, step in zip(out.shape, steps, strict=True))
+            block = self.array[start // rows[0] : last // rows[0] + 1].read().result().reshape(-1)
+            part, strides = block[start % rows[0] :], [step * block.itemsize for step in steps]
+        else:
+            part = block = self.array[tuple(map(slice, corner, ends))].read().result()
+            strides = [block.strides[axis] * (step // rows[axis]) for axis, step in zip(along, steps, strict=True)]
+        out[...] = np.lib.stride_tricks.as_strided(part, out.shape, strides)
         return block.nbytes
 
 

@@ -281,8 +281,7 @@ def _write(leaf: Leaf, pieces: Sequence[Fragment], files: Mapping[Path, int]) ->
         for piece in pieces:
             if (found := piece.within(boxes[shard.device], part)) is not None:
                 data, box = found
-                for block in piece.view.blocks(box, data):
-                    piece.tensor.write(files[piece.tensor.path], *block)
+                piece.tensor.write(files[piece.tensor.path], data, piece.view.at(box), piece.view.steps)
 
 
 def _together(deed: Callable[[], None], path: Path) -> None:

@@ -225,19 +225,16 @@ def _unclaimed(tensor: Tensor, renaming: Renaming, by_path: Mapping[str, Leaf]) 
 
 
 def _not_once(tensor: Tensor, views: Sequence[tuple[RenameLine, View]], *, writes: bool) -> Iterator[JShardError]:
-    """Yield faults of lines that share numbers of a tensor, or leave some. Read, the part of one line may lie in another's."""
-    inner: set[int] = set()
-    for (m, (one, its)), (n, (other, own)) in itertools.combinations(enumerate(views), 2):
-        nested = {n} if own.is_within(its) else {m} if its.is_within(own) else set[int]()
-        if (writes or not nested) and own.meets(its):
+    """Yield faults of lines that share numbers of a tensor, or leave some. Read, one line may take all that others share."""
+    size = math.prod(tensor.shape)
+    for (one, its), (other, own) in itertools.combinations(views, 2):
+        if (writes or size not in (its.size, own.size)) and own.meets(its):
             fault = f"{one.place} and {other.place} both take some of the same numbers of {_of(tensor)}"
             yield JShardError(fault, hint="leave one of them away, or let its slice end where the other begins")
             return
-        inner |= nested
-    size, last = math.prod(tensor.shape), views[-1][0]
-    taken = sum(math.prod(view.shape) for n, (_, view) in enumerate(views) if n not in inner)
-    if taken < size:
-        fault = f"{last.place} takes {taken:,} of the {size:,} numbers of {_of(tensor)}"
+    last, sizes = views[-1][0], [view.size for _, view in views]
+    if size not in sizes and sum(sizes) < size:
+        fault = f"{last.place} takes {sum(sizes):,} of the {size:,} numbers of {_of(tensor)}"
         yield JShardError(
             fault, hint=f"write lines for the others, or {last.pattern.pattern}: - | slice ... if not wanted"
         )

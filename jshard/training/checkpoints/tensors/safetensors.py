@@ -19,7 +19,6 @@ import ml_dtypes
 import numpy as np
 
 from jshard.errors import JShardError, quoted, refused
-from jshard.training.checkpoints.tensors.view import Stride
 
 # In the order of the library, which writes the last of them first.
 DTYPES = {
@@ -53,17 +52,17 @@ class FileTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def read(self, out: np.ndarray, corner: Sequence[int], loops: Sequence[Stride]) -> int:
-        """Read what the loops run over from `corner` on; `out` has an axis for each. Returns how many bytes were read."""
-        order, at, steps = self._steps(corner, loops)
-        out, count = out.transpose(order), 0
+    def read(self, out: np.ndarray, start: int, steps: Sequence[int]) -> int:
+        """Fill `out` with the numbers from `start` on that are `steps` apart. Returns how many bytes were read."""
+        out, steps = self._falling(out, steps)
+        at, count = self.at + start * self.dtype.itemsize, 0
         with refused(f"{self.path} can't be read", hint="make it readable"), open(self.path, "rb", buffering=0) as file:
             for run in runs(out.shape, steps, self.dtype.itemsize, gap=SECTOR):
                 part = out[(*run.part, ...)]
                 straight = part.dtype == self.dtype and part.flags.c_contiguous and run.span * run.count == part.nbytes
                 block = part.reshape(-1).view(np.uint8) if straight else np.empty(run.span * run.count, np.uint8)
-                for start, piece in run.pieces(block):
-                    read_at(file.fileno(), self.path, piece, at + start)
+                for begin, piece in run.pieces(block):
+                    read_at(file.fileno(), self.path, piece, at + begin)
                 if not straight:
                     inner = steps[len(steps) - part.ndim :]
                     strides = [run.span, *inner[1:]] if run.step else inner
@@ -71,23 +70,19 @@ class FileTensor:
                 count += block.nbytes
         return count
 
-    def write(self, file: int, data: np.ndarray, corner: Sequence[int], loops: Sequence[Stride]) -> int:
-        """Write `data`, which has an axis for each loop, where `read` reads it. Returns how many bytes were written."""
-        order, at, steps = self._steps(corner, loops)
-        data = data.transpose(order)
+    def write(self, file: int, data: np.ndarray, start: int, steps: Sequence[int]) -> int:
+        """Write `data` where `read` reads it. Returns how many bytes were written."""
+        data, steps = self._falling(data, steps)
         for run in runs(data.shape, steps, self.dtype.itemsize, gap=0):
             block = np.ascontiguousarray(data[(*run.part, ...)], self.dtype).reshape(-1).view(np.uint8)
-            for start, piece in run.pieces(block):
-                write_at(file, piece, at + start)
+            for begin, piece in run.pieces(block):
+                write_at(file, piece, self.at + start * self.dtype.itemsize + begin)
         return data.size * self.dtype.itemsize
 
-    def _steps(self, corner: Sequence[int], loops: Sequence[Stride]) -> tuple[list[int], int, list[int]]:
-        """The order of the loops from the longest step to the shortest, the byte where they begin, and their steps in bytes."""
-        rows = [math.prod(self.shape[axis + 1 :]) * self.dtype.itemsize for axis in range(len(self.shape))]
-        steps = [rows[loop.axis] * loop.step for loop in loops]
-        order = sorted(range(len(loops)), key=lambda at: -steps[at])
-        at = self.at + sum(start * row for start, row in zip(corner, rows, strict=True))
-        return order, at, [steps[each] for each in order]
+    def _falling(self, array: np.ndarray, steps: Sequence[int]) -> tuple[np.ndarray, list[int]]:
+        """Order the axes from the longest step to the shortest; the steps in bytes."""
+        order = sorted(range(array.ndim), key=lambda axis: -steps[axis])
+        return array.transpose(order), [steps[axis] * self.dtype.itemsize for axis in order]
 
 
 @dataclasses.dataclass(frozen=True)
