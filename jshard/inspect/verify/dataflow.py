@@ -17,6 +17,7 @@ from jshard.programs.jaxprs import (
     Atom,
     Eqn,
     Jaxpr,
+    OpenJaxpr,
     bare,
     bodies,
     called,
@@ -119,7 +120,7 @@ def leaves(eqns: Sequence[Any], around: Around = OUTSIDE) -> Iterator[tuple[Any,
             yield from leaves(each.eqns, here)
 
 
-def narrowed_for_a_sum(jaxpr: Jaxpr) -> set[Any]:
+def narrowed_for_a_sum(jaxpr: OpenJaxpr) -> set[Any]:
     """What is made narrower only to be summed over devices: a reduction in a lower precision than its terms."""
     readers: dict[Any, list[Any]] = {}
     for eqn in jaxpr.eqns:

@@ -176,7 +176,7 @@ def refusal(error: BaseException) -> OSError:
     return OSError(None, " ".join(str(error).split())[:300])
 
 
-def named(state: object) -> dict[str, jax.Array]:
+def named(state: object) -> dict[str, Any]:
     """The arrays of (model, optimizer) by their names: `model.up.kernel`."""
     found = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
