@@ -20,8 +20,8 @@ from jshard.inspect.verify.dataflow import leaves, on_the_way
 from jshard.inspect.verify.inputs import Subject
 from jshard.inspect.verify.interpreter import Evaluation, Note, quickly
 from jshard.inspect.verify.verification import Finding, in_words
-from jshard.layouts.mesh import build_mesh
 from jshard.layouts.gathering import on_host, raw
+from jshard.layouts.mesh import build_mesh
 from jshard.programs.jaxprs import Eqn, bare
 from jshard.signals.active_config import on_mesh
 
