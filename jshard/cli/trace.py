@@ -27,12 +27,9 @@ LATER = 30.0  # and for the other processes of it, behind the first
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = (
-        "jshard trace [-h] PATH|RUN [key=value ...] [--trust] [--steps 3] [--with-first] [-o RUN] [--wait 60]"
-    )
+    parser.usage = "jshard trace [-h] PATH|RUN [key=value ...] [--trust] [--steps 3] [-o RUN] [--wait 60]"
     parser.set_defaults(needs=("a configuration or the folder of a run", "configs/digits.yaml"))
     parser.add_argument("--steps", type=int, default=STEPS, metavar="3", help=f"so many steps; {STEPS} when left out")
-    parser.add_argument("--with-first", action="store_true", help="the first step too, which is compiled meanwhile")
     parser.add_argument(
         "-o",
         "--output",
@@ -64,8 +61,7 @@ def _of_experiment(experiment: Experiment, chosen: argparse.Namespace) -> int:
     if leads:
         clear(folder)
     sync_global_devices("jshard trace cleared")
-    first = 1 if chosen.with_first else 2
-    capture = trace_steps(experiment, folder / TRACE, chosen.steps, first=first, title=chosen.path)
+    capture = trace_steps(experiment, folder / TRACE, chosen.steps, title=chosen.path)
     sync_global_devices("jshard trace captured")
     if leads:
         _say(capture, folder)
@@ -86,7 +82,7 @@ def _say(capture: Capture, folder: Path) -> None:
 
 def _of_run(folder: Path, chosen: argparse.Namespace) -> int:
     """Ask by a file that the run's loop looks for, and wait for what it captures."""
-    for option, given in (("--with-first", chosen.with_first), ("-o", chosen.output), ("key=value", chosen.overrides)):
+    for option, given in (("-o", chosen.output), ("key=value", chosen.overrides)):
         if given:
             raise JShardError(
                 f"{option} is for a run that jshard trace starts, and {folder} is the folder of one that goes on",

@@ -60,7 +60,7 @@ def test_launch_and_training_compare_no_clocks_on_the_wall():
         for file in room.rglob("*.py")
         if re.search(r"time\.time\(|datetime", file.read_text())
     }
-    assert users == {"log.py", "on_demand_trace.py"}  # the stamps of a log, and how long a request for a trace is good
+    assert users == {"log.py", "trace.py"}  # the stamps of a log, and how long a request for a trace is good
 
 
 def test_launch_does_not_leave_it_to_jax_to_miss_a_heartbeat():

@@ -4,11 +4,10 @@ order."""
 from __future__ import annotations
 
 from jshard.inspect.ledger.entries import Line, joined
-from jshard.inspect.ledger.ledger import OF_ITS_OWN
 from jshard.inspect.report.facts import Facts
 from jshard.printing.markup import Markup, element
 from jshard.printing.pages.shell import stack, table
-from jshard.printing.pages.words import NO_SIGNAL, Colours, linked, measured, signal_name, size, times
+from jshard.printing.pages.words import NO_SIGNAL, Colours, linked, measured, signal_name
 from jshard.programs.provenance import PHASES
 
 COLUMNS = (  # key, title, whether it sorts as a number
@@ -115,20 +114,7 @@ def claims_table(facts: Facts) -> Markup | None:
     return table("claims", head, rows, numbers=()) if facts.ledger.claims else None
 
 
-def _notes(facts: Facts) -> Markup | None:
-    ledger, notes = facts.ledger, []
-    if not all(line.count_known for line in ledger):
-        notes.append("A number of times with ? is one trip of a while loop, whose trips no program text tells.")
-    if any(line.branches for line in ledger):
-        notes.append("Every branch of a cond is counted.")
-    if unasked := [line for line in ledger if not line.asked]:
-        total = sum(line.total for line in unasked)
-        notes.append(
-            f"{times(sum(line.count for line in unasked), 'collective')} of {size(total)} no signal asked for."
-        )
-    if ledger.compiler:
-        notes.append(f"On axis_types: auto {ledger.added_in_words()}.")
-    elif ledger.is_auto:
-        notes.append(f"O{OF_ITS_OWN[1:]}.")
-    notes += map(str, (*ledger.left, *ledger.choices, *ledger.unused, *ledger.unsplit))
-    return element("ul", [element("li", words) for words in notes], class_="notes") if notes else None
+def _notes(facts: Facts) -> Markup:
+    ledger = facts.ledger
+    notes = ledger.summary(), *map(str, (*ledger.left, *ledger.choices, *ledger.unused, *ledger.unsplit))
+    return element("ul", [element("li", words) for words in notes], class_="notes")

@@ -1,21 +1,28 @@
-"""Capture what the devices do while a program runs, by JAX's own profiler."""
+"""Capture what the devices do while a program runs, by JAX's own profiler: in a loop of one's own, in the first steps of an
+experiment, or in a run that goes on, which is asked by a file in its folder."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
 
 from jshard.errors import JShardError, refused
-from jshard.inspect.timeline.capture import Capture, describe
-from jshard.runs.names import CAPTURED
+from jshard.inspect.timeline.capture import Capture, describe, refuse
+from jshard.runs.names import CAPTURED, TRACE, WANTED
 from jshard.training.experiments.experiment import Experiment
 from jshard.training.experiments.loop import NotANumber, run
+
+LOOK = 0.25  # seconds between two looks, which cost some microseconds here and a millisecond on a far disk
 
 
 class Tracing:
@@ -75,15 +82,13 @@ def _make_room(own: Path) -> None:
         own.mkdir(parents=True, exist_ok=True)
 
 
-def trace_steps(experiment: Experiment, folder: Path, steps: int, *, first: int, title: str) -> Capture:
-    """Train from step 1, and capture `steps` steps from step `first` on. Nothing is evaluated, recorded or saved."""
-    step = experiment.step()
-    numbered = Numbered(step)
-    taken = run(numbered, experiment.data, experiment.placement, steps=first - 1 + steps, ahead=experiment.ahead)
+def trace_steps(experiment: Experiment, folder: Path, steps: int, *, title: str) -> Capture:
+    """Train a step, which compiles, and capture the next `steps` steps. Nothing is evaluated, recorded or saved."""
+    numbered = Numbered(experiment.step())
+    taken = run(numbered, experiment.data, experiment.placement, steps=1 + steps, ahead=experiment.ahead)
     try:
         with contextlib.closing(taken):
-            for _ in range(first - 1):
-                next(taken)
+            next(taken)
             with trace(folder, title=title) as tracing:
                 for _ in taken:
                     pass
@@ -102,3 +107,75 @@ class Numbered:
         self.done += 1
         with jax.profiler.StepTraceAnnotation("step", step_num=self.done):
             return self.inner(*batch)
+
+
+# -- a run that goes on --
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """What `jshard trace RUN` asks for."""
+
+    id: str
+    steps: int
+    until: float  # when nobody waits any more
+
+    @classmethod
+    def read(cls, file: Path) -> Wish | None:
+        try:
+            return cls(**json.loads(file.read_text()))
+        except (OSError, ValueError, TypeError):  # none is there, or none of ours: no reason to end a run
+            return None
+
+
+class TraceRequest(Numbered):
+    """The step of a run, which captures itself when `jshard trace RUN` asks for it. A `with` around the loop ends a capture
+    that the run's end cuts short. Each process looks for itself, so that they may begin a step apart. What goes wrong with
+    a capture is told to who asked, and the run goes on."""
+
+    def __init__(self, step: Callable[..., jax.Array], output: str | None, done: int = 0):
+        super().__init__(step, done)
+        self.folder = None if output is None else Path(output) / TRACE
+        self.next_look = 0.0
+        self.wish: Wish | None = None  # the last one
+        self.until = 0  # the last step to capture
+        self.begun: contextlib.AbstractContextManager[Tracing] | None = None
+        self.has_run = False
+
+    def __call__(self, *batch: object) -> jax.Array:
+        if self.begun is not None:
+            if self.done == self.until:
+                self._end(None, None, None)
+        elif self.has_run and self.folder is not None and time.monotonic() > self.next_look:
+            self._look(self.folder)
+        self.has_run = True  # the first step is compiled, which is not what one asks for
+        return super().__call__(*batch)
+
+    def _look(self, folder: Path) -> None:
+        self.next_look = time.monotonic() + LOOK
+        wish = Wish.read(folder / WANTED)
+        if wish is None or (self.wish is not None and wish.id == self.wish.id) or time.time() > wish.until:
+            return
+        self.wish, self.until = wish, self.done + wish.steps
+        begun = trace(folder, title=str(folder.parent), asked=wish.id)
+        try:
+            begun.__enter__()
+        except JShardError as error:
+            refuse(folder, wish.id, str(error))
+        else:
+            self.begun = begun
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None, back: TracebackType | None) -> None:
+        begun, self.begun = self.begun, None
+        if begun is None:
+            return
+        try:
+            begun.__exit__(kind, error, back)
+        except JShardError as fault:
+            assert self.folder is not None and self.wish is not None
+            refuse(self.folder, self.wish.id, str(fault))
+
+    def __enter__(self) -> TraceRequest:
+        return self
+
+    __exit__ = _end

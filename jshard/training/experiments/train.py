@@ -20,8 +20,8 @@ from jshard.training.experiments.experiment import Experiment
 from jshard.training.experiments.figures import Figures
 from jshard.training.experiments.loop import DispatchedStep, NotANumber, check_parameters, evaluate, run
 from jshard.training.experiments.nan_cause import maker, suspect
-from jshard.training.experiments.on_demand_trace import TraceRequest
 from jshard.training.experiments.run_events import Course, run_events
+from jshard.training.experiments.trace import TraceRequest
 from jshard.training.preemption import Notice, Preempted
 from jshard.training.settings import LOG, Settings
 from jshard.training.telemetry.metrics import Record, written

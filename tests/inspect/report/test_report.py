@@ -567,13 +567,13 @@ def test_browser_shows_hostile_names_as_text(browser, tmp_path):
 
 
 def test_page_says_what_the_compiler_adds_on_auto_axes():
-    unknown = "the compiler adds collectives of its own: see jshard explain"
+    unknown = "on axis_types: auto the compiler adds collectives of its own: see jshard explain"
     for compiler, says in {
         "": unknown,
         "XLA for CPU": "none added by XLA for CPU; what another chip's adds: jshard plan",
     }.items():
         text = page(Facts("auto", (), None, (laid(),), Ledger((), is_auto=True, compiler=compiler), {}))
-        assert f"On axis_types: auto {says}." in html.unescape(text)
+        assert f"total: no collectives; {says}" in html.unescape(text)
 
 
 def test_browser_shows_a_program_that_asks_for_nothing(browser, tmp_path):

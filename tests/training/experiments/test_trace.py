@@ -24,8 +24,7 @@ from jshard.errors import JShardError
 from jshard.inspect.timeline import timeline
 from jshard.inspect.timeline.capture import captures
 from jshard.signals import active_config as current
-from jshard.training.experiments.on_demand_trace import LOOK, TraceRequest
-from jshard.training.experiments.trace import settle, trace
+from jshard.training.experiments.trace import LOOK, TraceRequest, settle, trace
 from tests.support.xplanes import write
 
 ROOT = Path(__file__).parents[3]
@@ -173,7 +172,7 @@ def test_trace_of_several_processes_has_a_capture_of_each_in_one_run(tmp_path):
     stale.mkdir(parents=True)
     (stale / "trace.json").write_text("{}")
     ours = ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC")
-    command = f"-m jshard launch -n 2 trace configs/xor.yaml --trust --steps 1 --with-first -o {tmp_path}/run"
+    command = f"-m jshard launch -n 2 trace configs/xor.yaml --trust --steps 1 -o {tmp_path}/run"
     done = subprocess.run(
         [sys.executable, *command.split()], capture_output=True, text=True, timeout=200, cwd=ROOT,
         env={name: value for name, value in os.environ.items() if name not in ours},
@@ -182,7 +181,7 @@ def test_trace_of_several_processes_has_a_capture_of_each_in_one_run(tmp_path):
     found = captures(tmp_path / "run")
     count = len(found[0].read.events)
     assert done.stdout.splitlines()[-2:] == [
-        f"[0] captured step 1: {count} operations on 2 devices of process 0 (1 more captured their own), in {tmp_path}/run/trace",
+        f"[0] captured step 2: {count} operations on 2 devices of process 0 (1 more captured their own), in {tmp_path}/run/trace",
         f"[0] to see them, type: jshard timeline {tmp_path}/run -o timeline.html",
     ]
     assert [(capture.rank, capture.processes) for capture in found] == [(0, 2), (1, 2)]
@@ -192,7 +191,7 @@ def test_trace_of_several_processes_has_a_capture_of_each_in_one_run(tmp_path):
     ]  # fmt: skip
     moved = [bar for bar in drawn.bars if bar.operation.kind == "collective"]
     assert [(bar.lane, bar.operation.signal, bar.line, bar.step) for bar in moved] == [
-        (device, "layer2", "configs/xor.yaml:14", 1) for device in range(4)
+        (device, "layer2", "configs/xor.yaml:14", 2) for device in range(4)
     ]
 
 
@@ -302,7 +301,6 @@ def test_trace_mistakes_are_one_sentence_each(tmp_path, capsys):
         (): "jshard trace needs a configuration or the folder of a run; type: jshard trace configs/digits.yaml",
         ("configs/xor.yaml", "--steps", "0"): "jshard trace can't capture 0 steps; type: --steps 3",
         (tmp_path, "--wait", "0.2"): f"no run in {tmp_path} took a step within 0.2 s; start it, or capture another by: jshard trace {tmp_path}/configuration.yaml",
-        (tmp_path, "--with-first"): f"--with-first {goes_on}; {there}",
         (tmp_path, "-o", "x"): f"-o {goes_on}; {there}",
         (tmp_path, "steps=3"): f"key=value {goes_on}; {there}",
     }  # fmt: skip
