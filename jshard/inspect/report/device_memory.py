@@ -8,16 +8,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from jshard.inspect.ledger.entries import Staged
+from jshard.inspect.ledger.memory import KINDS
 from jshard.inspect.report.facts import AT_REST, PARAMETER, Facts
 from jshard.printing.markup import Child, Markup, element
 from jshard.printing.pages.shell import legend, stack, table
-from jshard.printing.pages.words import measured, size
+from jshard.printing.pages.words import measured
 from jshard.schedules import Cost, sends
 from jshard.schedules.cost import gradients_kept, inputs_kept, left_kept
 from jshard.schedules.drawing import drawn
 
 MOST_BARS = 16
-PLURAL = {"parameter": "parameters", "gradient": "gradients"}
 HEAD = (
     "Stage", "Parameters", "At rest", "Microbatches kept", "Gradients kept", "Kept", "Sends forward", "Sends backward", "Sent",
 )  # fmt: skip
@@ -29,17 +29,15 @@ def memory_bars(facts: Facts) -> Markup:
     if not most:
         return element("p", "The program holds nothing from one step to the next.", class_="quiet")
     kinds = [kind for kind in AT_REST if any(device[kind] for device in memory)]
-    groups = [(n, n) for n in range(len(memory))] if len(memory) <= MOST_BARS else list(_alike(memory))
-    left_out = ""
-    if len(groups) > MOST_BARS:
-        groups, left_out = groups[:MOST_BARS], f"{len(groups) - MOST_BARS:,} more runs of devices are left out."
-    bars = [_bar(first, last, memory[first], most, kinds) for first, last in groups]
+    groups = list(_alike(memory))
+    more = len(groups) - MOST_BARS
+    bars = [_bar(first, last, memory[first], most, kinds) for first, last in groups[:MOST_BARS]]
     heaviest = {kind: measured(max(device[kind] for device in memory)) for kind in kinds}
     return element(
         "div",
-        legend((_colour(kind), PLURAL.get(kind, kind), heaviest[kind]) for kind in kinds),
+        legend((_colour(kind), KINDS[kind], heaviest[kind]) for kind in kinds),
         element("ol", bars, class_="devices"),
-        element("p", left_out, class_="quiet") if left_out else None,
+        element("p", f"{more:,} more runs of devices are left out.", class_="quiet") if more > 0 else None,
         class_="memory",
     )
 
@@ -53,7 +51,7 @@ def _alike(memory: list[dict[str, int]]) -> Iterator[tuple[int, int]]:
 
 def _bar(first: int, last: int, device: dict[str, int], most: int, kinds: list[str]) -> Markup:
     name = f"device {first}" if first == last else f"devices {first:,}–{last:,}, each"
-    parts = [(_colour(kind), device[kind], f"{PLURAL.get(kind, kind)}: {size(device[kind])}") for kind in kinds]
+    parts = [(_colour(kind), device[kind]) for kind in kinds]
     total = element("b", measured(sum(device.values())))
     return element("li", element("span", name, class_="who"), stack(parts, most), total)
 

@@ -13,15 +13,12 @@ from jax.sharding import Mesh
 
 from jshard.errors import Location
 from jshard.inspect.ledger.ledger import Ledger
+from jshard.inspect.ledger.memory import KINDS
 
-PARAMETER = "parameter"
-GRADIENT = "gradient"
-OPTIMIZER = "optimizer state"
-OTHER = "other state"
+PARAMETER, GRADIENT, OPTIMIZER, OTHER = AT_REST = tuple(KINDS)  # of what is held between steps
 ACTIVATION = "activation"
 BATCH = "batch"
 Index = tuple[int, ...]  # of a part, along each axis of its array
-AT_REST: tuple[str, ...] = (PARAMETER, GRADIENT, OPTIMIZER, OTHER)
 
 
 @dataclasses.dataclass(frozen=True)

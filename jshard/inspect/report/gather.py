@@ -17,7 +17,7 @@ from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.memory import held, place_of
 from jshard.inspect.ledger.tracing import Traced, is_array, ledger_of
 from jshard.inspect.plan.added import with_added
-from jshard.inspect.report.facts import ACTIVATION, BATCH, GRADIENT, OPTIMIZER, OTHER, PARAMETER, Facts, Laid
+from jshard.inspect.report.facts import ACTIVATION, BATCH, OPTIMIZER, Facts, Laid
 from jshard.layers.sharding import objective_of, partitioned
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import words_of
@@ -107,16 +107,13 @@ def _laid(kind: str, path: tuple[str, ...], array: Shaped, signals: tuple[str, .
     )
 
 
-KINDS = {"parameters": PARAMETER, "gradients": GRADIENT, "optimizer": OPTIMIZER, "other": OTHER}
-
-
 def _at_rest(models: list[tuple[Any, Any]], optimizers: list[Any]) -> list[Laid]:
     """What models and optimizers hold; models in the order of the configuration's lines, which is more often the program's
     than that of the alphabet is."""
     found = []
     for each in held(models, optimizers):
         path = each.path[1:] if each.path[:1] == ("opt_state",) else each.path
-        found.append(_laid(KINDS[each.kind], tuple(map(str, path)), each.array, each.signal_path))
+        found.append(_laid(each.kind, tuple(map(str, path)), each.array, each.signal_path))
     return sorted(found, key=_in_the_text)
 
 

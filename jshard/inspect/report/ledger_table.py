@@ -26,9 +26,7 @@ GROUPS = (("signal", "signal"), ("axis", "mesh axis"), ("phase", "phase"), ("", 
 def ledger_table(facts: Facts, colours: Colours) -> Markup:
     ledger = facts.ledger
     if not ledger.lines:
-        nothing = element("data", "0 B", value=0, data_total="wire", class_="total")
-        quiet = element("p", "The program asks for no collective.", nothing, class_="quiet")
-        return element("div", quiet, _notes(facts), class_="ledger")
+        return element("div", _notes(facts), class_="ledger")
     lines = joined(ledger)  # the layers of a stack
     most = max(line.total for line in lines) or 1
     head = [
@@ -81,7 +79,7 @@ def _row(line: Line, number: int, most: int, colours: Colours, sources: tuple[st
     dtype = element("span", line.dtype, class_="via")
     place = f"{line.place.source}:{line.place.line or 0:07d}" if line.place is not None else ""
     chips = [colours.chip(name) for name in line.mesh_axes]
-    bar = stack([(f"fill {colours.of(line.mesh_axes[0])}", line.total, None)], most)
+    bar = stack([(f"fill {colours.of(line.mesh_axes[0])}", line.total)], most)
     cells = (  # what each column sorts by, and shows
         (place, linked(line.place, sources)),
         (line.signal, signal_name(line.signal)),

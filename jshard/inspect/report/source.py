@@ -92,7 +92,7 @@ def _line(place: Location, line: str, cost: LineCost | None, most: int, facts: F
 def _margin(cost: LineCost, most: int, colours: Colours) -> Markup | None:
     if not cost.count and not cost.rest:
         return None
-    bar = stack([(f"fill {colours.of(name)}", total, None) for name, total in cost.wire.items()], most)
+    bar = stack([(f"fill {colours.of(name)}", total) for name, total in cost.wire.items()], most)
     wire = rest = None
     if cost.count:
         wire = element(

@@ -215,7 +215,7 @@ def _devices(drawn: Timeline) -> Markup:
 def _split(lane: Lane, length: float) -> Markup:
     """Draw computing, then both at once, then collectives, then nothing."""
     lengths = {"compute": lane.compute - lane.both, "both": lane.both, "collective": lane.collectives - lane.both}
-    return stack([(what, time, None) for what, time in lengths.items()], length, track=True)
+    return stack(lengths.items(), length, track=True)
 
 
 def _signals(drawn: Timeline) -> Markup:

@@ -114,14 +114,13 @@ def section(identity: str, title: str, says: str | None, *content: Markup | None
     return element("section", element("h2", title, id=heading), words, content, id=identity, aria_labelledby=heading)
 
 
-def stack(parts: Iterable[tuple[str, float, str | None]], total: float, *, track: bool = False) -> Markup:
-    """Draw lengths end to end from zero, as parts of `total` = 1000: the class of each, its length, its tooltip."""
+def stack(parts: Iterable[tuple[str, float]], total: float, *, track: bool = False) -> Markup:
+    """Draw lengths end to end from zero, as parts of `total` = 1000: the class of each, its length."""
     x, drawn = 0.0, [element("rect", width=1000, height=16, class_="track")] if track else []
-    for class_, length, tip in parts:
+    for class_, length in parts:
         width = 1000 * length / total if total else 0.0
         if length:
-            says = element("title", tip) if tip else None
-            drawn.append(element("rect", says, x=x, width=max(5.0, width - 1.5), height=16, class_=class_))
+            drawn.append(element("rect", x=x, width=max(5.0, width - 1.5), height=16, class_=class_))
         x += width
     box = {"viewBox": "0 0 1000 16", "preserveAspectRatio": "none"}
     return element("svg", drawn, **box, class_="split", aria_hidden="true")

@@ -148,7 +148,7 @@ def test_report_lists_every_kind_of_array_with_its_layout(told):
     assert (str(kernel.place), kernel.local, kernel.bytes_each) == ("stack.yaml:7", (16, 8), 512)
     between = {array.path: (array.axes, array.note) for array in facts.of("activation")}
     assert between["layers", "up"] == ((("data",), ("tensor",)), "3 × ")
-    assert {array.kind for array in facts.arrays} == {"parameter", "gradient", "optimizer state", "batch", "activation"}
+    assert {array.kind for array in facts.arrays} == {"parameters", "gradients", "optimizer", "batch", "activation"}
 
 
 def test_report_folds_modules_that_look_alike(told):
@@ -175,7 +175,7 @@ def test_report_of_a_function_and_its_arguments(mesh):
     made = report(loss, nnx.Linear(4, 4, rngs=nnx.Rngs(0)), x)
     assert made.facts.title == "test_report_of_a_function_and_its_arguments.<locals>.loss"
     assert [(a.kind, a.path) for a in made.facts.arrays] == [
-        ("parameter", ("bias",)), ("parameter", ("kernel",)), ("batch", ("argument 1",)),
+        ("parameters", ("bias",)), ("parameters", ("kernel",)), ("batch", ("argument 1",)),
     ]  # fmt: skip
     assert numbers(made.html, "wire") == [made.facts.ledger.total] * 2 != [0, 0]
     assert "There is no file of a configuration to show." in made.html
@@ -286,7 +286,7 @@ def test_amounts_are_exact_while_they_are_short():
 
 def laid(**changes) -> Laid:
     plain = {
-        "kind": "parameter", "path": ("w",), "signal": "s", "place": None, "shape": (4, 4), "dtype": "float32", "itemsize": 4,
+        "kind": "parameters", "path": ("w",), "signal": "s", "place": None, "shape": (4, 4), "dtype": "float32", "itemsize": 4,
         "axes": ((), ()), "mesh": None,
     }  # fmt: skip
     return Laid(**{**plain, **changes})
@@ -377,7 +377,7 @@ def test_report_of_a_deep_model_on_a_large_mesh_stays_small():
     arrays = [
         laid(kind=kind, path=(*before, "layers", str(number), f"w{weight}"), signal=f"block/w{weight}", mesh=grid,
              shape=(8192, 64 * weight + 64), axes=(("fsdp",), ("tensor",) if weight % 2 else ()))
-        for kind, before in (("parameter", ()), ("optimizer state", ("0", "mu")), ("optimizer state", ("0", "nu")))
+        for kind, before in (("parameters", ()), ("optimizer", ("0", "mu")), ("optimizer", ("0", "nu")))
         for number in range(48)
         for weight in range(16)
     ]  # fmt: skip
@@ -584,7 +584,7 @@ def test_browser_shows_a_program_that_asks_for_nothing(browser, tmp_path):
     assert opened.js("document.querySelector('#said').textContent") == (
         "Device 0 (the only device) holds all of it: 64 B. No other device does."
     )
-    assert "The program asks for no collective." in opened.js("document.body.textContent")
+    assert "total: no collectives" in opened.js("document.body.textContent")
 
 
 # -- of 256 devices, on a phone and on a desk --
