@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -14,7 +15,6 @@ from jshard.printing.units import duration, size
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from jshard.training.log_reader import Logs
     from jshard.training.telemetry.process_status import Standing
 
 SCHEMA = "jshard.top/1"
@@ -38,44 +38,35 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    from rich.console import Console
+    """Draw the table; on a terminal anew each second until all have ended, or Ctrl-C."""
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
 
     from jshard.training.log_reader import Logs, folder_of
     from jshard.training.telemetry.process_status import standings
 
     name, logs, is_terminal = chosen.run, Logs(folder_of(chosen.run), full=False), sys.stdout.isatty()
-    if is_terminal and not (chosen.json or chosen.once):
-        _live(name, logs)
-        return 0
-    rows = standings(logs.read(), time.time())
     if chosen.json:
-        ranks = [dataclasses.asdict(row) for row in rows]
+        ranks = [dataclasses.asdict(row) for row in standings(logs.read(), time.time())]
         print(json.dumps({"schema": SCHEMA, "run": name, "ranks": ranks, "notes": logs.faults}, indent=2))
         return 0
-    console = Console(highlight=False, width=None if is_terminal else WIDE)
-    for each in (table(name, rows), *logs.faults):
-        console.print(each, markup=False, soft_wrap=isinstance(each, str))
+
+    def look() -> tuple[bool, Group]:
+        """Read what is new; return whether all have ended, and what to draw."""
+        rows = standings(logs.read(), time.time())
+        return all(row.is_over for row in rows), Group(table(name, rows), *map(Text, logs.faults))
+
+    if chosen.once or not is_terminal:
+        Console(highlight=False, width=None if is_terminal else WIDE).print(look()[1])
+        return 0
+    with Live(auto_refresh=False) as live, contextlib.suppress(KeyboardInterrupt):
+        is_over = False
+        while not is_over:
+            is_over, drawn = look()
+            live.update(drawn, refresh=True)
+            time.sleep(0 if is_over else EVERY)
     return 0
-
-
-def _live(name: str, logs: Logs) -> None:
-    """Draw the table anew each second until all have ended, or Ctrl-C."""
-    from rich.console import Group
-    from rich.live import Live
-    from rich.text import Text
-
-    from jshard.training.telemetry.process_status import standings
-
-    with Live(auto_refresh=False) as live:
-        while True:
-            rows = standings(logs.read(), time.time())
-            live.update(Group(table(name, rows), *map(Text, logs.faults)), refresh=True)
-            if all(row.is_over for row in rows):
-                return
-            try:
-                time.sleep(EVERY)
-            except KeyboardInterrupt:
-                return
 
 
 def table(name: str, rows: list[Standing]) -> Table:
