@@ -275,7 +275,7 @@ def _or_none(time: float) -> str:
 
 
 def _events(drawn: Timeline) -> dict[str, object]:
-    """What the script draws: each list has one entry for each event."""
+    """List what the script draws, an entry for each event; times in whole nanoseconds."""
     kinds: dict[tuple[str, ...], int] = {}
     which = []
     for bar in drawn.bars:
@@ -291,11 +291,6 @@ def _events(drawn: Timeline) -> dict[str, object]:
         "lane": [bar.lane for bar in drawn.bars],
         "row": [bar.row for bar in drawn.bars],
         "step": [bar.step for bar in drawn.bars],
-        "start": [_short(bar.start) for bar in drawn.bars],
-        "duration": [_short(bar.duration) for bar in drawn.bars],
+        "start": [round(bar.start) for bar in drawn.bars],
+        "duration": [round(bar.duration) for bar in drawn.bars],
     }
-
-
-def _short(nanoseconds: float) -> float | int:
-    rounded = round(nanoseconds, 1)
-    return int(rounded) if rounded.is_integer() else rounded
