@@ -83,63 +83,60 @@ def model_tree(facts: Facts, pictures: Pictures) -> Markup:
         root = Branch(title)
         for array in arrays:
             root.add(array.path or ("value",), array)
-        tree = _Tree(pictures, kind not in FOLDED and len(arrays) <= MOST_OPEN)
-        found.append(tree.branch(root, is_open=kind not in FOLDED, top=True))
+        found.append(_branch(pictures, root, is_open=kind not in FOLDED, top=True))
     return element("div", found or element("p", "The program has no arrays.", class_="quiet"), class_="tree")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tree:
-    pictures: Pictures
-    is_open: bool
+def _branch(
+    pictures: Pictures, branch: Branch, alike: Sequence[Branch] = (), *, is_open: bool, top: bool = False
+) -> Markup:
+    name, inner = (branch.name, branch) if top else _joined(branch)
+    only = inner.inside[0] if len(inner.inside) == 1 and not alike and not top else None
+    if isinstance(only, tuple):
+        own, array = only
+        return _row(pictures, f"{name}.{own}", array)
+    arrays = sum(1 for _ in branch.everything())
+    held = sum(array.bytes_each for each in (branch, *alike) for array in each.everything())
+    count = times(arrays, "array")
+    if alike:
+        name = f"{branch.name} … {alike[-1].name}" + name.removeprefix(branch.name)
+        count = f"{len(alike) + 1} alike, {count} each"
+    summary = element(
+        "summary",
+        element("span", name, class_="title") if top else breakable(name),
+        element("span", count, class_="count"),
+        element("span", measured(held), class_="bytes"),
+    )
+    runs = list(inner.runs())
+    is_inner_open = is_open and (arrays <= MOST_OPEN or len(runs) == 1)
+    inside = [
+        _branch(pictures, first, rest, is_open=is_inner_open) if isinstance(first, Branch) else _row(pictures, *first)
+        for first, *rest in runs
+    ]
+    return element(
+        "details", summary, element("div", inside, class_="inside"), open=is_open, class_="top" if top else None
+    )
 
-    def branch(self, branch: Branch, alike: Sequence[Branch] = (), *, is_open: bool, top: bool = False) -> Markup:
-        name, inner = (branch.name, branch) if top else _joined(branch)
-        only = inner.inside[0] if len(inner.inside) == 1 and not alike and not top else None
-        if isinstance(only, tuple):
-            own, array = only
-            return self.row(f"{name}.{own}", array)
-        arrays = sum(1 for _ in branch.everything())
-        held = sum(array.bytes_each for each in (branch, *alike) for array in each.everything())
-        count = times(arrays, "array")
-        if alike:
-            name = f"{branch.name} … {alike[-1].name}" + name.removeprefix(branch.name)
-            count = f"{len(alike) + 1} alike, {count} each"
-        summary = element(
-            "summary",
-            element("span", name, class_="title") if top else breakable(name),
-            element("span", count, class_="count"),
-            element("span", measured(held), class_="bytes"),
-        )
-        runs = list(inner.runs())
-        is_inner_open = is_open and (self.is_open or arrays <= MOST_OPEN or len(runs) == 1)
-        inside = [
-            self.branch(first, rest, is_open=is_inner_open) if isinstance(first, Branch) else self.row(*first)
-            for first, *rest in runs
-        ]
-        return element(
-            "details", summary, element("div", inside, class_="inside"), open=is_open, class_="top" if top else None
-        )
 
-    def row(self, name: str, array: Laid) -> Markup:
-        button = element(
-            "button",
-            breakable(name),
-            layout(array, self.pictures.colours),
-            type="button",
-            class_="pick",
-            data_array=self.pictures.number(array),
-            aria_pressed="false",
-        )
-        signal = element("span", breakable(array.signal), class_="signal") if array.signal != "-" else None
-        origin = element(
-            "span",
-            element("span", array.note, array.dtype, class_="dtype"),
-            signal,
-            linked(array.place, self.pictures.facts.sources),
-            class_="origin",
-        )
-        return element("div", button, origin, element("span", measured(array.bytes_each), class_="bytes"), class_="row")
+def _row(pictures: Pictures, name: str, array: Laid) -> Markup:
+    button = element(
+        "button",
+        breakable(name),
+        layout(array, pictures.colours),
+        type="button",
+        class_="pick",
+        data_array=pictures.number(array),
+        aria_pressed="false",
+    )
+    signal = element("span", breakable(array.signal), class_="signal") if array.signal != "-" else None
+    origin = element(
+        "span",
+        element("span", array.note, array.dtype, class_="dtype"),
+        signal,
+        linked(array.place, pictures.facts.sources),
+        class_="origin",
+    )
+    return element("div", button, origin, element("span", measured(array.bytes_each), class_="bytes"), class_="row")
 
 
 def _joined(branch: Branch) -> tuple[str, Branch]:
