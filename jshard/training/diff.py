@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from jshard.errors import JShardError
-from jshard.inspect.compiled.program_text import first_difference, normalised
-from jshard.inspect.ledger.diff import Difference, compare, might_be_one_program
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.plan import Plan, Topology
 from jshard.inspect.plan.aot import check_installed
-from jshard.inspect.plan.difference import Outcome, PlanDifference, compare_plans
+from jshard.inspect.plan.difference import Difference, Outcome, compare
 from jshard.signals.config import load_configuration
 from jshard.signals.schema import IMPORT_PATH
 
@@ -38,7 +36,7 @@ def diff(
     old: PathOrText | Ledger | Plan, new: PathOrText | Ledger | Plan, *, overrides: Sequence[str] = (),
     topology: str | None = None, configs: Sequence[str] = (), args: Sequence[str] = (),
     trust: bool = True,
-) -> Difference | PlanDifference:  # fmt: skip
+) -> Difference:  # fmt: skip
     """What lies between two training steps: collectives, wire bytes and memory, by the YAML lines of both.
 
     `old` and `new` are configurations with an experiment in them: paths, `git:REVISION:path` (the models of that revision
@@ -51,13 +49,12 @@ def diff(
     compiled texts for pretend devices decide whether it is the same program; of two ledgers they are not at hand. Without
     `trust` a configuration runs only code of its own folder, jshard, flax and optax.
     """
-    if isinstance(old, Ledger) and isinstance(new, Ledger) and topology is None:
-        return compare(old, new)
-    if isinstance(old, Plan) and isinstance(new, Plan) and topology is None:
-        found = compare_plans(Outcome.of(old.to_json(), "old"), Outcome.of(new.to_json(), "new"))
-        texts = normalised(old.text_of_program), normalised(new.text_of_program)
-        return dataclasses.replace(found, first=first_difference(*texts)) if found.only_text else found
     kinds = [_kind(old), _kind(new)]
+    if isinstance(old, Ledger | Plan) and isinstance(new, Ledger | Plan) and kinds[0] == kinds[1] and topology is None:
+        found = compare(Outcome.of(old.to_json(), "old"), Outcome.of(new.to_json(), "new"))
+        if found.is_open and isinstance(old, Plan) and isinstance(new, Plan):
+            return found.proven(old.text_of_program, new.text_of_program)
+        return found
     if kinds != ["a path", "a path"]:
         if kinds[0] == kinds[1]:
             raise JShardError(
@@ -68,25 +65,13 @@ def diff(
     assert not isinstance(old, Ledger | Plan) and not isinstance(new, Ledger | Plan)
     known = configs or [os.environ.get("JSHARD_CONFIG") or ""]
     with (
-        _side(os.fspath(old), (), known[0], tuple(args), trust) as before,
-        _side(os.fspath(new), tuple(overrides), known[-1], tuple(args), trust) as after,
+        _side(os.fspath(old), (), known[0], args, trust) as before,
+        _side(os.fspath(new), overrides, known[-1], args, trust) as after,
     ):
         sides = before, after
         commands = _commands(sides, topology)
-        documents = _documents(sides, [[*words, "--json"] for words in commands])
-        if commands[0] == EXPLAIN:
-            ledgers = [Ledger.from_json(*document) for document in documents]
-            found, is_open = compare(*ledgers, old=before.label, new=after.label), might_be_one_program(*ledgers)
-        else:
-            found = compare_plans(Outcome.of(*next(documents)), Outcome.of(*next(documents)))
-            is_open = found.only_text
-        if not is_open:
-            return found
-        texts = _output(sides, [[*words, "--program"] for words in commands])
-        first = first_difference(*texts)
-        if isinstance(found, PlanDifference):
-            return dataclasses.replace(found, first=first)
-        return _proven(found, first, len(texts[0].splitlines()))
+        found = compare(*_outcomes(sides, [[*words, "--json"] for words in commands]))
+        return found.proven(*_output(sides, [[*words, "--program"] for words in commands])) if found.is_open else found
 
 
 def _kind(side: object) -> str:
@@ -103,72 +88,53 @@ def _commands(sides: tuple[_Side, _Side], topology: str | None) -> list[list[str
     return [["plan", "--topology", name] for name in names] or [EXPLAIN, EXPLAIN]
 
 
-def _proven(difference: Difference, first: tuple[int, str, str], lines: int) -> Difference:
-    count, one, other = first
-    if not count:
-        says = f"same program: the compiled text is the same, {lines:,} lines"
-    else:
-        says = f"{count:,} lines of the compiled text, first {one!r} -> {other!r}"
-    return dataclasses.replace(difference, program=says, proven_same=not count)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Side:
     """What is typed behind a command in a folder of its own."""
 
     label: str
-    target: str  # a configuration, or a function
     folder: str
+    config: str
     overrides: tuple[str, ...]
-    config: str  # of a function
-    args: tuple[str, ...]
-    trust: bool
+    words: list[str]
     revision: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.path:
-            raise JShardError(
-                f'no configuration says how "{self.target}" lies on a mesh',
-                hint="add --config configs/mlp.yaml, or set JSHARD_CONFIG",
-            )
-
-    @property
-    def path(self) -> str:
-        """Of the configuration."""
-        return self.config if IMPORT_PATH.parse(self.target) else self.target
-
-    @property
-    def words(self) -> list[str]:
-        of_function = ["--config", self.path, *(["--args", *self.args] if self.args else [])]
-        return [self.target, *self.overrides, *(of_function if self.path != self.target else ["--trust"] * self.trust)]
 
     def topology(self) -> str | None:
         """What its configuration says; what is wrong with it, the process that reads it tells, by its own names."""
         try:
-            return load_configuration(os.path.join(self.folder, self.path), self.overrides).topology
+            return load_configuration(os.path.join(self.folder, self.config), self.overrides).topology
         except JShardError:
             return None
 
 
 @contextlib.contextmanager
-def _side(label: str, overrides: tuple[str, ...], config: str, args: tuple[str, ...], trust: bool) -> Iterator[_Side]:
-    if not label.startswith("git:"):
-        yield _Side(label, label, os.getcwd(), overrides, config, args, trust)
-        return
-    revision, _, target = label.removeprefix("git:").partition(":")
-    if not revision or not target:
+def _side(label: str, overrides: Sequence[str], config: str, args: Sequence[str], trust: bool) -> Iterator[_Side]:
+    revision, _, target = label.removeprefix("git:").partition(":") if label.startswith("git:") else ("", "", label)
+    if label.startswith("git:") and not (revision and target):
         raise JShardError(f"{label} is not git:REVISION:path", hint="write it like git:HEAD~1:configs/digits.yaml")
+    is_function = IMPORT_PATH.parse(target) is not None
+    if is_function and not config:
+        raise JShardError(
+            f'no configuration says how "{target}" lies on a mesh',
+            hint="add --config configs/mlp.yaml, or set JSHARD_CONFIG",
+        )
+    options = ["--config", config, *(["--args", *args] if args else [])] if is_function else ["--trust"] * trust
+    config = config if is_function else target
+    with _unpacked(revision, label) if revision else contextlib.nullcontext(os.getcwd()) as folder:
+        if revision and not os.path.isfile(os.path.join(folder, config)):
+            raise JShardError(f"{config} is not there at {revision}", hint=f"see git ls-tree -r {revision} --name-only")
+        yield _Side(label, folder, config, tuple(overrides), [target, *overrides, *options], revision)
+
+
+@contextlib.contextmanager
+def _unpacked(revision: str, label: str) -> Iterator[str]:
+    """Unpack a revision for a while. Yield the folder that stands for the present one."""
     with tempfile.TemporaryDirectory() as folder:
         top, prefix = (_git("rev-parse", f"--show-{each}").decode().strip() for each in ("toplevel", "prefix"))
         archive = _git("-C", top, "archive", "--format=tar", revision, label=label)
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             tar.extractall(folder, filter="data")
-        side = _Side(label, target, os.path.join(folder, prefix), overrides, config, args, trust, revision)
-        if not os.path.isfile(os.path.join(side.folder, side.path)):
-            raise JShardError(
-                f"{side.path} is not there at {revision}", hint=f"see git ls-tree -r {revision} --name-only"
-            )
-        yield side
+        yield os.path.join(folder, prefix)
 
 
 def _git(*words: str, label: str = "git") -> bytes:
@@ -180,14 +146,15 @@ def _git(*words: str, label: str = "git") -> bytes:
     return done.stdout
 
 
-def _documents(sides: Sequence[_Side], commands: Sequence[list[str]]) -> Iterator[tuple[str, str]]:
-    """The JSON that a command of jshard prints of each side, the revision in front of every place, and the side's name."""
+def _outcomes(sides: Sequence[_Side], commands: Sequence[list[str]]) -> Iterator[Outcome]:
+    """Read the JSON that a command of jshard prints of each side, with the revision in front of every place."""
     for side, text in zip(sides, _output(sides, commands), strict=True):
 
         def named(fields: dict[str, Any], revision: str = side.revision) -> dict[str, Any]:
             return {**fields, "place": f"{revision}:{fields['place']}"} if fields.get("place") else fields
 
-        yield json.dumps(json.loads(text, object_hook=named)) if side.revision else text, side.label
+        text = json.dumps(json.loads(text, object_hook=named)) if side.revision else text
+        yield Outcome.of(text, side.label)
 
 
 def _output(sides: Sequence[_Side], commands: Sequence[list[str]]) -> list[str]:

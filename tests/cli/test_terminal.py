@@ -152,8 +152,8 @@ def test_window_is_as_wide_as_columns_says(monkeypatch):
 JSON = {
     "explain": ("jshard.explain/1", ["lines", "total"]),
     "plan": ("jshard.plan/1", ["wire", "memory"]),
-    "diff": ("jshard.diff/1", ["changes", "same"]),
-    "diff compiled": ("jshard.diff-plan/1", ["changes", "same"]),
+    "diff": ("jshard.diff/2", ["changes", "same"]),
+    "diff compiled": ("jshard.diff/2", ["changes", "same"]),
     "check": ("jshard.check/1", ["configurations", "ok"]),
     "verify": ("jshard.verify/1", ["findings", "ok"]),
 }

@@ -115,7 +115,7 @@ def test_one_file_gives_the_same_loss_gradients_and_places_both_ways(both, more)
     assert all(line.compiler for line in found["auto"][3])
 
 
-def test_tensor_parallel_costs_the_same_both_ways_told_by_claim_and_shown_side_by_side(both):
+def test_tensor_parallel_costs_the_same_both_ways_told_by_claim(both):
     found = both()
     partitioned, left = found["explicit"][3], found["auto"][3]
     sums = [collections.Counter(), collections.Counter()]
@@ -127,19 +127,9 @@ def test_tensor_parallel_costs_the_same_both_ways_told_by_claim_and_shown_side_b
     assert {line.source for line in left if line.signal == "up"} == {f"test_named.py:{first + 1}"}
     (summed,) = [line for line in left if line.axis == "tensor"]
     assert (summed.signal, summed.primitive, summed.source) == ("down", "dot_general", f"test_named.py:{first + 2}")
-    text = str(jshard.diff(partitioned, left))
-    rows = [" ".join(row.split()) for row in text.replace(f"{summed.place.source}:", "one.yaml:").splitlines()]
-    assert rows == [
-        "one.yaml:4 down forward all_reduce over tensor (4) 1 asked 384 B on the wire 1 added by XLA for CPU 384 B on the wire",
-        "one.yaml:4 down forward all_reduce over data (2) 1 asked 4 B on the wire 1 added by XLA for CPU 4 B on the wire",
-        "one.yaml:4 down backward all_reduce over data (2) 2 asked 576 B on the wire 2 added by XLA for CPU 576 B on the wire",
-        "one.yaml:3 up backward all_reduce over data (2) 2 asked 544 B on the wire 2 added by XLA for CPU 544 B on the wire",
-        "wire: 1,508 B -> 1,508 B (+0 B) per device",
-        "the same collectives and memory",
-    ]
+    assert str(jshard.diff(partitioned, left)) == "the same collectives and memory"
     without = jshard.diff(partitioned, left.only(signal="down"))
     assert str(without).splitlines()[-1] == "differs: 2 all_reduce gone"
-    assert "none" in str(without).splitlines()[3]
 
 
 class Odd(nnx.Module):

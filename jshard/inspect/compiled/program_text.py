@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 from typing import Any
@@ -37,3 +38,11 @@ def first_difference(old: str, new: str) -> tuple[int, str, str]:
     differing = [(one.strip(), other.strip()) for one, other in pairs if one != other]
     one, other = differing[0] if differing else ("", "")
     return len(differing), one, other
+
+
+def digest(text: str) -> dict[str, Any] | None:
+    """Return the number of lines and a hash of a compiled text, equal where two differ in names alone; None without a text."""
+    if not text:
+        return None
+    bare = normalised(text)
+    return {"lines": len(bare.splitlines()), "sha256": hashlib.sha256(bare.encode()).hexdigest()}

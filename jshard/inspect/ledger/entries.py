@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Self, TypeVar
 
 from jshard.errors import Location
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.printing.units import size
 from jshard.programs.provenance import Cause
-from jshard.schedules import Table, read
+from jshard.schedules import Cost, Table
 from jshard.schedules.steps import steps
 
 
@@ -162,14 +162,14 @@ class Staged:
         total = size(sum(count * each for count, each, _ in room))
         return f"kept for backwards on each device: {', '.join(parts)}: {total}" if parts else ""
 
+    @property
+    def says(self) -> list[str]:
+        """The schedule with its idle share, the layers of its stages, and what it keeps."""
+        return [str(Cost(self.table)), *filter(None, (self.layers, self.keeps))]
+
     def document(self) -> dict[str, Any]:
         found = {"mesh_axis": self.mesh_axis, "name": self.table.name, "table": self.table.text()}
         return found | {name: value for name in ("layers", "kept", "left") if (value := getattr(self, name))}
-
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Staged:
-        more = {name: document[name] for name in ("layers", "kept", "left") if name in document}
-        return cls(document["mesh_axis"], read(document["table"], document["name"]), **more)
 
 
 @dataclasses.dataclass(frozen=True)

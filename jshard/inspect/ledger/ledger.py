@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping
 
 from jax.interpreters import partial_eval
 
-from jshard.errors import JShardError
 from jshard.inspect.ledger.claimed import Claimed
 from jshard.inspect.ledger.entries import ChosenStrategy, Left, Line, Staged, Unused, joined
 from jshard.inspect.ledger.jaxpr_walk import walk
 from jshard.inspect.ledger.memory import KINDS, Resident
-from jshard.inspect.ledger.serialize import caused_document, document_of, entry_of, line_document
+from jshard.inspect.ledger.serialize import caused_document, document_of, line_document
 from jshard.inspect.ledger.unsplit import Unsplit
 from jshard.inspect.ledger.why import why
 from jshard.layers.partition import Program
@@ -22,7 +21,6 @@ from jshard.layers.roles import Placed
 from jshard.printing.table import Block, Rows, Shown, as_text
 from jshard.printing.units import exact_size
 from jshard.programs.jaxprs import Jaxpr, bare
-from jshard.schedules import Cost
 
 SCHEMA = "jshard.explain/1"
 
@@ -105,8 +103,7 @@ class Ledger(Shown):
             names = ", ".join(dict.fromkeys(line.axis for line in idle))
             yield f"{_counted(sum(line.count for line in idle))} over {names}, of one device: nothing on the wire"
         for each in self.stages:
-            yield f"{Cost(each.table)}"
-            yield from filter(None, (each.layers, each.keeps))
+            yield from each.says
         yield from map(str, (*self.left, *self.choices, *self.unused, *self.unsplit))
         if self.claims:
             yield Rows([claim.cells() for claim in self.claims])
@@ -171,34 +168,11 @@ class Ledger(Shown):
             **{key: list(map(document_of, getattr(self, key))) for key in ("choices", "unused", "claims", "unsplit")},
             "is_auto": self.is_auto,
             "compiler": self.compiler,
-            "stages": [each.document() for each in self.stages],
+            "stages": [{**each.document(), "says": each.says} for each in self.stages],
             "memory": [{**document_of(rest), "total": rest.total} for rest in self.memory],
             "total": {"wire": self.total, "count": self.count, "memory": self.held, **totals},
         }
         return json.dumps(document, indent=2)
-
-    @classmethod
-    def from_json(cls, text: str, label: str = "the document") -> Ledger:
-        """The ledger that `to_json` wrote; `label` opens the sentence when it is of another version."""
-        document = json.loads(text)
-        if document.get("schema") != SCHEMA:
-            raise JShardError(
-                f'{label} has the schema "{document.get("schema")}", and this jshard reads "{SCHEMA}"',
-                hint="write it anew: jshard explain --json",
-            )
-        kinds = {
-            "lines": Line, "choices": ChosenStrategy, "unused": Unused, "left": Left, "memory": Resident, "unsplit": Unsplit,
-            "claims": Claimed,
-        }  # fmt: skip
-        # "claims", "left", "unsplit", "is_auto", "compiler" and "stages" are newer than the others
-        return cls(
-            **{key: tuple(entry_of(kind, each) for each in document.get(key, ())) for key, kind in kinds.items()},
-            placed={},
-            programs=(),
-            is_auto=document.get("is_auto", False),
-            compiler=document.get("compiler", ""),
-            stages=tuple(map(Staged.of, document.get("stages", ()))),
-        )
 
 
 def _counted(number: int) -> str:

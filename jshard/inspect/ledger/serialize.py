@@ -1,13 +1,11 @@
-"""The entries of a ledger as JSON documents, and back."""
+"""The entries of a ledger as JSON documents."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 from jshard.errors import Location
-from jshard.programs.provenance import Cause
 
 
 def line_document(line: Any) -> dict[str, Any]:
@@ -33,23 +31,3 @@ def _plain(value: object) -> Any:
     return (
         str(value) if isinstance(value, Location) else document_of(value) if dataclasses.is_dataclass(value) else value
     )
-
-
-def entry_of(kind: Any, document: dict[str, Any]) -> Any:
-    fields = {field.name: document[field.name] for field in dataclasses.fields(kind) if field.name in document}
-    if "cause" in kind.__dataclass_fields__:
-        path = () if document["signal"] == "-" else tuple(document["signal"].split("/"))
-        fields["cause"] = dataclasses.replace(entry_of(Cause, document), path=path)
-    for name, value in fields.items():
-        if name == "place":
-            fields[name] = _place(value)
-        elif isinstance(value, list):
-            fields[name] = tuple(value)
-    return kind(**fields)
-
-
-def _place(text: str | None) -> Location | None:
-    if text is None:
-        return None
-    found = re.fullmatch(r"(.+):(\d+)", text)
-    return Location(text) if found is None else Location(found[1], int(found[2]))

@@ -1,103 +1,162 @@
-"""Two plans side by side: which collectives run on either, what memory and time they take, and whether it is one program."""
+"""Two training steps side by side, as they are asked for or as they run: what was added, what is gone, what moved, what grew,
+and where it is written."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import hashlib
 import json
-from collections.abc import Hashable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, Literal
 
-from jshard.inspect.compiled.program_text import normalised
-from jshard.inspect.ledger.diff import Change, Key, change_in_bytes, changes, counted, from_to
+from jshard.inspect.compiled.program_text import digest, first_difference, normalised
 from jshard.inspect.ledger.serialize import document_of
 from jshard.inspect.plan.estimate import in_words
 from jshard.printing.table import Block, Rows, Shown
-from jshard.printing.units import exact_size
+from jshard.printing.units import exact_size, in_large_units
 
-SCHEMA = "jshard.diff-plan/1"
-
-
-def digest(text: str) -> dict[str, Any] | None:
-    """What a plan's document says of the compiled text: enough to tell whether two are the same but for names."""
-    if not text:
-        return None
-    bare = normalised(text)
-    return {"lines": len(bare.splitlines()), "sha256": hashlib.sha256(bare.encode()).hexdigest()}
+SCHEMA = "jshard.diff/2"
+Kind = Literal["added", "gone", "moved", "grown", "shrunk"]
+SIGNS = {"added": "+", "gone": "-", "moved": "~", "grown": "~", "shrunk": "~"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Runs:
-    """Collectives of one kind that run for one signal in one phase: how many, and their bytes on the wire per device."""
+class Moves:
+    """Collectives of one kind for one signal in one phase, as one side has them."""
 
     place: str
     signal: str
     phase: str
     collective: str
     mesh_axes: tuple[str, ...]
+    group: int | None  # None of what runs, and of what the compiler decides
     via: str
-    times: int
-    wire: int
+    count: int
+    wire: int  # bytes on the wire per device, of all of them
+    payload: int | None = None  # of one; of what runs their wire, None where only the compiler knows
+    dtype: str = ""
 
     @property
-    def total(self) -> int:
-        return self.wire
+    def axis(self) -> str:
+        return ", ".join(self.mesh_axes)
+
+    @property
+    def where(self) -> Hashable:
+        return self.signal, self.phase, self.collective, self.mesh_axes
 
     def cells(self) -> tuple[str, ...]:
-        axes = ", ".join(self.mesh_axes) or "?"
-        return self.place, self.signal, self.phase, self.collective, f"over {axes}", f"runs {self.times:,}"
+        if self.dtype:
+            times = f"{self.count:,} x {self.payload:,} B"
+        else:
+            times = f"{self.count:,} x ? B" if self.payload is None else f"runs {self.count:,}"
+        group = f" ({self.group})" if self.group is not None else ""
+        return self.place, self.signal, self.phase, self.collective, f"over {self.axis or '?'}{group}", times
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    kind: Kind
+    old: Moves | None
+    new: Moves | None
+
+    @property
+    def wire(self) -> int:
+        """Bytes on the wire per device that it adds; less than zero where it takes some away."""
+        return (self.new.wire if self.new else 0) - (self.old.wire if self.old else 0)
+
+    @property
+    def side(self) -> Moves:
+        """The side to speak of: the new one where it is there."""
+        side = self.new or self.old
+        assert side is not None
+        return side
+
+    def cells(self) -> tuple[str, ...]:
+        places, *words = zip(*(side.cells() for side in (self.old, self.new) if side is not None), strict=True)
+        return (
+            f"{SIGNS[self.kind]} {' -> '.join(places)}",
+            *(" -> ".join(dict.fromkeys(each)) for each in words),
+            "bytes unknown" if self.side.payload is None else f"{self.wire:+,} B on the wire",
+            f"({', '.join(filter(None, (self.kind, self.side.via)))})",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a plan's document tells of one side."""
+    """What the document of a ledger or of a plan tells of one side."""
 
     label: str
-    topology: str
-    runs: tuple[Runs, ...]
+    topology: str  # "" of a ledger: nothing was compiled
+    moves: tuple[Moves, ...]
     wire: int
-    parts: Mapping[str, int]  # of memory, bytes on each device
+    parts: Mapping[
+        str, tuple[str, int]
+    ]  # of memory, by signal or by kind: the line of the configuration, bytes on each device
     memory: int
-    capacity: int | None
-    seconds: float | None  # of a step, by the model
-    program: Mapping[str, Any] | None  # lines and sha256 of the text; None when it was not compiled to its end
+    stages: tuple[str, ...] = ()  # the schedules of its pipelines, in words
+    compiler: str = ""  # whose partitioner added some of the moves
+    capacity: int | None = None
+    seconds: float | None = None  # of a step, by the model
+    program: Mapping[str, Any] | None = None  # lines and sha256 of the text; None when it was not compiled to its end
 
     @classmethod
     def of(cls, text: str, label: str) -> Outcome:
-        """Read what `Plan.to_json` wrote."""
+        """Read what `Ledger.to_json` or `Plan.to_json` wrote."""
         document = json.loads(text)
-        runs: dict[Hashable, Runs] = {}
-        for row in document["wire"]["rows"]:
-            if row["got"]:
-                names = row["signal"], row["phase"], row["collective"], tuple(row["mesh_axes"]), row["via"]
-                place, held = row["place"] or "-", runs.get(names)
-                times, wire = (held.times, held.wire) if held else (0, 0)
-                runs[names] = Runs(held.place if held else place, *names, times + row["got"], wire + row["wire_got"])
-        memory = document["memory"]
-        return cls(
-            label=label,
-            topology=document["topology"]["name"],
-            runs=tuple(runs.values()),
-            wire=document["wire"]["got"] or 0,
-            parts=memory["parts"],
-            memory=memory["needed"],
-            capacity=memory["capacity"],
-            seconds=document["time"] and document["time"]["seconds"],
-            program=document["program"],
-        )
+        return _running(document, label) if "topology" in document else _asked(document, label)
 
     @property
     def fits(self) -> str:
         return "" if self.capacity is None else "fits" if self.memory <= self.capacity else "does not fit"
 
 
+def _asked(document: Mapping[str, Any], label: str) -> Outcome:
+    moves = [_moves(row, row["group"], row["total"], row["payload"], row["dtype"]) for row in document["lines"]]
+    moves += [_moves({**row, "collective": row["primitive"], "decided": True}, None, 0) for row in document["left"]]
+    return Outcome(
+        label=label,
+        topology="",
+        moves=tuple(moves),
+        wire=document["total"]["wire"],
+        parts={rest["signal"]: (rest["place"] or "-", rest["total"]) for rest in document["memory"]},
+        memory=document["total"]["memory"],
+        stages=tuple(line for each in document["stages"] for line in each["says"]),
+        compiler=document["compiler"],
+    )
+
+
+def _moves(row: Mapping[str, Any], group: int | None, wire: int, payload: int | None = None, dtype: str = "") -> Moves:
+    """Read a row of a document. The line of the program is no difference, and is left out."""
+    via = row["via"].replace(f" at {row.get('source')}", "")
+    via = ", ".join(filter(None, (via, "decided by the compiler" * ("decided" in row))))
+    names = row["signal"], row["phase"], row["collective"], tuple(row["mesh_axes"])
+    return Moves(row["place"] or "-", *names, group, via, row["count"], wire, payload, dtype)
+
+
+def _running(document: Mapping[str, Any], label: str) -> Outcome:
+    rows = [{**row, "count": row["got"]} for row in document["wire"]["rows"] if row["got"]]
+    moves = _joined((_moves(row, None, row["wire_got"]) for row in rows), lambda row: (row.where, row.via))
+    memory = document["memory"]
+    return Outcome(
+        label=label,
+        topology=document["topology"]["name"],
+        moves=tuple(dataclasses.replace(row, payload=row.wire) for row in moves),
+        wire=document["wire"]["got"] or 0,
+        parts={name: ("", size) for name, size in memory["parts"].items()},
+        memory=memory["needed"],
+        capacity=memory["capacity"],
+        seconds=document["time"] and document["time"]["seconds"],
+        program=document["program"],
+    )
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
-class PlanDifference(Shown):
-    """What lies between two compiled programs. It prints as what `jshard diff --topology` prints."""
+class Difference(Shown):
+    """What lies between two training steps. It prints as what `jshard diff` prints."""
 
     old: Outcome
     new: Outcome
-    changes: tuple[Change[Runs], ...]
+    changes: tuple[Change, ...]
     first: tuple[int, str, str] | None = None  # lines of the text that differ, and the first of them on both sides
 
     @property
@@ -107,81 +166,143 @@ class PlanDifference(Shown):
 
     @property
     def same(self) -> bool:
-        """Whether it is one program, by its compiled text."""
-        return self.compiled and self.old.topology == self.new.topology and self.old.program == self.new.program
+        """Whether it is one program: by its compiled text where that was compared, else by collectives and memory."""
+        if self.compiled or self.new.topology:
+            return self.compiled and self.old.topology == self.new.topology and self.old.program == self.new.program
+        return not (self.changes or self._parts()) and self.old.stages == self.new.stages
 
     @property
-    def only_text(self) -> bool:
-        """Whether nothing but the compiled text tells them apart."""
-        return self.compiled and not (self.same or self.changes or self.old.memory != self.new.memory)
+    def is_open(self) -> bool:
+        """Whether only the compiled texts can tell: both move and hold the same, under whatever names."""
+        if self.new.topology and (self.same or not self.compiled):
+            return False
+        moved = [collections.Counter[Hashable](), collections.Counter[Hashable]()]
+        for counter, side in zip(moved, (self.old, self.new), strict=True):
+            for row in side.moves:
+                counter[row.collective, row.group, row.payload, row.dtype] += row.count
+        alike = self.old.memory == self.new.memory and self.old.stages == self.new.stages
+        return alike and moved[0] == moved[1]
+
+    def proven(self, old: str, new: str) -> Difference:
+        """Add what the compiled texts of both sides tell."""
+        sides = [dataclasses.replace(s, program=digest(t)) for s, t in ((self.old, old), (self.new, new))]
+        first = first_difference(normalised(old), normalised(new))
+        return dataclasses.replace(self, old=sides[0], new=sides[1], first=first)
 
     def blocks(self) -> Iterator[Block]:
-        where = _both(self.old.topology, self.new.topology)
-        if self.same:
-            assert self.new.program is not None
-            lines = f"{self.new.program['lines']:,} lines"
-            yield f"same program on {where}: the compiled text is the same, {lines}"
-            return
-        names = dict.fromkeys((*self.old.parts, *self.new.parts)) if self.compiled else ()
-        parts = [(name, self.old.parts.get(name, 0), self.new.parts.get(name, 0)) for name in names]
-        yield Rows([change.cells() for change in self.changes], (6,))
-        yield Rows([(f"~ {name}", *change_in_bytes(was, now)) for name, was, now in parts if was != now], (1,))
-        yield from self._totals()
-        yield f"{self.summary()}, on {where}"
+        if not self.same:
+            yield Rows([change.cells() for change in self.changes], (6,))
+            yield from (f"- {line}" for line in self.old.stages if line not in self.new.stages)
+            yield from (f"+ {line}" for line in self.new.stages if line not in self.old.stages)
+            if self.compiled or not self.new.topology:
+                parts = self._parts()
+                yield Rows(parts, (len(parts[0]) - 2,) if parts else ())
+                yield f"wire: {_from_to(self.old.wire, self.new.wire)} per device"
+            yield from self._totals()
+        yield self.summary()
+
+    def _parts(self) -> list[tuple[str, ...]]:
+        """List the parts of memory that differ, a row each."""
+        rows = []
+        for name in {**self.old.parts, **self.new.parts}:
+            (was, before), (now, after) = (side.parts.get(name, ("", 0)) for side in (self.old, self.new))
+            if before != after:
+                sign = "+" if not before else "-" if not after else "~"
+                places = " -> ".join(filter(None, dict.fromkeys((was, now))))
+                words = (places, name, "at rest") if places else (name,)
+                change = f"{after - before:+,} B", f"({before:,} B -> {after:,} B)"
+                rows.append((f"{sign} {words[0]}", *words[1:], *change))
+        return rows
 
     def _totals(self) -> Iterator[str]:
-        if self.compiled:
-            yield f"wire: {from_to(self.old.wire, self.new.wire)} per device run"
-        capacity = self.new.capacity
-        of = f", of {exact_size(capacity)}: {_both(self.old.fits, self.new.fits)}" if capacity is not None else ""
-        yield f"memory: {from_to(self.old.memory, self.new.memory)} per device{of}"
+        if self.old.memory or self.new.memory:
+            capacity, rest = self.new.capacity, "" if self.new.topology else " at rest"
+            of = f", of {exact_size(capacity)}: {_both(self.old.fits, self.new.fits)}" if capacity is not None else ""
+            yield f"memory: {_from_to(self.old.memory, self.new.memory)}{rest} per device{of}"
         if self.old.seconds is not None and self.new.seconds is not None:
             before, after = in_words(self.old.seconds), in_words(self.new.seconds)
             yield f"time: {before} -> {after} a step (a model, nothing was measured)"
 
     def summary(self) -> str:
         """The last line: what differs, in few words."""
-        if not self.compiled:
+        where = _both(self.old.topology, self.new.topology)
+        if not self.same:
+            return f"{self._what_differs()}, on {where}" if where else self._what_differs()
+        if self.new.program is None:
+            return "the same collectives and memory"
+        on = f" on {where}" if where else ""
+        return f"same program{on}: the compiled text is the same, {self.new.program['lines']:,} lines"
+
+    def _what_differs(self) -> str:
+        if self.new.topology and not self.compiled:
             sides = [side.label for side in (self.old, self.new) if side.program is None]
             are = "is too large and was" if len(sides) == 1 else "are too large and were"
             return f"differs or not: {' and '.join(sides)} {are} not compiled to the end"
-        parts = counted(self.changes)
-        parts += ["memory changed"] if self.old.memory != self.new.memory else []
+        kinds: dict[tuple[str, str], list[int]] = {}
+        for change in self.changes:
+            kinds.setdefault((change.kind, change.side.collective), []).append(change.wire)
+        parts = [f"{len(w)} {name} {kind}{in_large_units(sum(w), '+')}" for (kind, name), w in kinds.items()]
+        parts += ["memory changed"] * (self.old.memory != self.new.memory or bool(self._parts()))
+        parts += ["another schedule"] * (self.old.stages != self.new.stages)
         if not parts and self.first is not None:
             count, one, other = self.first
             parts = [f"{count:,} lines of the compiled text, first {one!r} -> {other!r}"]
         return f"differs: {', '.join(parts) or 'the compiled text'}"
 
     def to_json(self) -> str:
-        """One document, `"schema": "jshard.diff-plan/1"`."""
-        return json.dumps(
-            {
-                "schema": SCHEMA,
-                "same": self.same,
-                "old": _side(self.old),
-                "new": _side(self.new),
-                "changes": [{"wire": each.wire, **document_of(each)} for each in self.changes],
-                "says": str(self).splitlines()[-1],
-            },
-            indent=2,
-        )
+        """One document, `"schema": "jshard.diff/2"`."""
+        changes = [{"wire": each.wire, **document_of(each)} for each in self.changes]
+        sides = {"old": document_of(self.old), "new": document_of(self.new)}
+        document = {"schema": SCHEMA, "same": self.same, **sides, "changes": changes, "says": self.summary()}
+        return json.dumps(document, indent=2)
 
 
-def compare_plans(old: Outcome, new: Outcome, first: tuple[int, str, str] | None = None) -> PlanDifference:
-    """Two plans' documents, collective by collective as they run."""
-    where: Key = lambda runs: (runs.signal, runs.phase, runs.collective, runs.mesh_axes)
-    found = changes(
-        old.runs,
-        new.runs,
-        same=lambda runs: dataclasses.replace(runs, place=""),
-        alike=(lambda runs: (*where(runs), runs.via), where),
-        moved=lambda runs: (runs.collective, runs.times, runs.wire),
-    )
-    return PlanDifference(old, new, tuple(found), first)
+Key = Callable[[Moves], Hashable]
 
 
-def _side(outcome: Outcome) -> dict[str, Any]:
-    return {**document_of(outcome), "fits": None if outcome.capacity is None else outcome.fits == "fits"}
+def compare(old: Outcome, new: Outcome) -> Difference:
+    """Pair the collectives of two sides: those that differ in their line alone, those that differ in their size, and those that
+    only moved; the rest is gone, or added."""
+    told = old.compiler == new.compiler  # what XLA adds is not said by the words that the layers say it by
+    named: Key = lambda row: (row.where, row.via) if told else row.where
+    alike: Key = lambda row: (named(row), row.group, row.payload, row.dtype)
+    lost, found = (_joined(side.moves, alike) for side in (old, new))
+    _pairs(lost, found, lambda row: (alike(row), row.count))
+    changes = []
+    for key in (alike, named, lambda row: row.where):
+        pairs = _pairs(lost, found, key)
+        changes += [Change("grown" if now.wire >= was.wire else "shrunk", was, now) for was, now in pairs]
+    moved = _pairs(lost, found, lambda row: (row.collective, row.payload, row.dtype, row.count))
+    changes += [Change("moved", was, now) for was, now in moved]
+    changes += [Change("gone", each, None) for each in lost] + [Change("added", None, each) for each in found]
+    return Difference(old, new, tuple(changes))
+
+
+def _joined(moves: Iterable[Moves], key: Key) -> list[Moves]:
+    """Add up those of one `key`; each stands where the first of them does."""
+    found: dict[Hashable, Moves] = {}
+    for each in moves:
+        same = found.setdefault(key(each), each)
+        if same is not each:
+            count, wire = same.count + each.count, same.wire + each.wire
+            found[key(each)] = dataclasses.replace(same, count=count, wire=wire)
+    return list(found.values())
+
+
+def _pairs(lost: list[Moves], found: list[Moves], key: Key) -> list[tuple[Moves, Moves]]:
+    """Take those out of both lists that are equal by `key`."""
+    waiting: dict[Hashable, list[Moves]] = {}
+    for each in found:
+        waiting.setdefault(key(each), []).append(each)
+    pairs = [(was, same.pop(0)) for was in lost if (same := waiting.get(key(was)))]
+    for was, now in pairs:
+        lost.remove(was)
+        found.remove(now)
+    return pairs
+
+
+def _from_to(before: int, after: int) -> str:
+    return f"{exact_size(before)} -> {exact_size(after)} ({after - before:+,} B)"
 
 
 def _both(one: str, other: str) -> str:

@@ -16,7 +16,6 @@ import jshard
 from jshard.cli.terminal import fitted
 from jshard.errors import JShardError
 from jshard.inspect.compiled import wire_bytes
-from jshard.inspect.ledger import Ledger
 from jshard.inspect.plan import explain
 from jshard.kernels import all_reduce
 from jshard.programs.provenance import scope
@@ -331,11 +330,10 @@ def test_explain_document_comes_back_as_it_was(model, x):
         optimizer.update(model, nnx.grad(loss)(model, x))
 
     ledger = explain(step, model, optimizer, x)
-    assert Ledger.from_json(ledger.to_json()).to_json() == ledger.to_json()
     assert ledger.memory and ledger.lines
 
 
-def test_explain_document_has_a_version_and_refuses_another(model, x):
+def test_explain_document_has_a_version(model, x):
     document = json.loads(explain(loss, model, x).to_json())
     assert document["schema"] == "jshard.explain/1"
     assert sorted(document) == [
@@ -343,13 +341,6 @@ def test_explain_document_has_a_version_and_refuses_another(model, x):
     ]  # fmt: skip
     assert sorted(document["total"]) == ["axis", "count", "line", "memory", "phase", "signal", "wire"]
     assert sum(line["total"] for line in document["lines"]) == document["total"]["wire"] == 516
-    document["schema"] = "jshard.explain/0"
-    with pytest.raises(JShardError) as told:
-        Ledger.from_json(json.dumps(document), "old.json")
-    assert str(told.value) == (
-        'old.json has the schema "jshard.explain/0", and this jshard reads "jshard.explain/1"; write it anew: jshard '
-        "explain --json"
-    )
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 100])

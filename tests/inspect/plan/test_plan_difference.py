@@ -18,7 +18,7 @@ from jshard.cli import main
 from jshard.cli.terminal import fitted
 from jshard.errors import JShardError
 from jshard.inspect.plan import Topology, plan
-from jshard.inspect.plan.difference import Outcome, Runs, compare_plans
+from jshard.inspect.plan.difference import Moves, Outcome, compare
 from jshard.inspect.plan.planning import mesh_on, moved_to
 from jshard.signals.active_config import configuration
 from tests.support import decoder
@@ -40,30 +40,35 @@ def _in_a_folder(tmp_path, monkeypatch, kept_plans):
         yield
 
 
+def runs(place, signal, phase, collective, axis, via, count, wire) -> Moves:
+    return Moves(place, signal, phase, collective, (axis,), None, via, count, wire, payload=wire)
+
+
 def side(label: str = "a.yaml", **more) -> Outcome:
-    runs = Runs("a.yaml:4", "down", "forward", "all_reduce", ("tensor",), "", 2, 2048)
+    sizes = more.pop("parts", {"arguments": 1024, "temporaries": 512})
     plain = Outcome(
-        label, "v5e:4x4", (runs,), 2048, {"arguments": 1024, "temporaries": 512}, 1536, 4096, 0.02,
-        {"lines": 90, "sha256": "a"},
+        label, "v5e:4x4", (runs("a.yaml:4", "down", "forward", "all_reduce", "tensor", "", 2, 2048),), 2048,
+        {name: ("", size) for name, size in sizes.items()}, 1536, capacity=4096, seconds=0.02,
+        program={"lines": 90, "sha256": "a"},
     )  # fmt: skip
     return dataclasses.replace(plain, **more)
 
 
 def test_plans_of_one_text_are_the_same_program():
-    told = compare_plans(side(), side("b.yaml"))
+    told = compare(side(), side("b.yaml"))
     assert told.same
     assert str(told) == "same program on v5e:4x4: the compiled text is the same, 90 lines"
 
 
 def test_plans_are_told_apart_by_what_runs_memory_and_the_model_of_time():
-    gathers = Runs("b.yaml:9", "down", "forward", "all_gather", ("tensor",), "redistribute", 2, 3 * 2**20)
-    more = Runs("b.yaml:7", "up", "backward", "all_reduce", ("data",), "", 4, 4096)
-    old = side(runs=(*side().runs, dataclasses.replace(more, place="a.yaml:7", times=2, wire=1024)))
+    gathers = runs("b.yaml:9", "down", "forward", "all_gather", "tensor", "redistribute", 2, 3 * 2**20)
+    more = runs("b.yaml:7", "up", "backward", "all_reduce", "data", "", 4, 4096)
+    old = side(moves=(*side().moves, dataclasses.replace(more, place="a.yaml:7", count=2, wire=1024, payload=1024)))
     new = side(
-        "b.yaml", runs=(gathers, more), wire=3 * 2**20 + 4096, memory=5 * 2**20,
+        "b.yaml", moves=(gathers, more), wire=3 * 2**20 + 4096, memory=5 * 2**20,
         parts={"arguments": 1024, "temporaries": 5 * 2**20 - 1024}, seconds=0.03, program={"lines": 99, "sha256": "b"},
     )  # fmt: skip
-    told = compare_plans(old, new)
+    told = compare(old, new)
     assert not told.same
     assert str(told).splitlines() == [
         "~ a.yaml:7 -> b.yaml:7  up    backward  all_reduce  over data    runs 2 -> runs 4      +3,072 B on the wire  (grown)",
@@ -71,14 +76,14 @@ def test_plans_are_told_apart_by_what_runs_memory_and_the_model_of_time():
         "+ b.yaml:9              down  forward   all_gather  over tensor  runs 2            +3,145,728 B on the wire  (added, "
         "redistribute)",
         "~ temporaries  +5,241,344 B  (512 B -> 5,241,856 B)",
-        "wire: 2,048 B -> 3,149,824 B (3.0 MiB) (+3,147,776 B) per device run",
+        "wire: 2,048 B -> 3,149,824 B (3.0 MiB) (+3,147,776 B) per device",
         "memory: 1,536 B -> 5,242,880 B (5.0 MiB) (+5,241,344 B) per device, of 4,096 B: fits -> does not fit",
         "time: 20.0 ms -> 30.0 ms a step (a model, nothing was measured)",
         "differs: 1 all_reduce grown, 1 all_reduce gone, 1 all_gather added (+3.0 MiB), memory changed, on v5e:4x4",
     ]
     assert max(map(len, fitted(str(told), 60).splitlines())) <= 60
     document = json.loads(told.to_json())
-    assert (document["schema"], document["same"], document["new"]["fits"]) == ("jshard.diff-plan/1", False, False)
+    assert (document["schema"], document["same"], document["new"]["capacity"]) == ("jshard.diff/2", False, 4096)
     assert [(each["kind"], each["wire"]) for each in document["changes"]] == [
         ("grown", 3072), ("gone", -2048), ("added", 3 * 2**20),
     ]  # fmt: skip
@@ -86,24 +91,26 @@ def test_plans_are_told_apart_by_what_runs_memory_and_the_model_of_time():
 
 def test_plans_that_differ_in_their_text_alone_show_its_first_line():
     new = side("b.yaml", program={"lines": 90, "sha256": "b"})
-    told = compare_plans(side(), new, (3, "tanh", "maximum"))
-    assert told.only_text and not told.same
-    assert told.summary() == "differs: 3 lines of the compiled text, first 'tanh' -> 'maximum'"
+    told = compare(side(), new)
+    assert told.is_open and not told.same
+    assert dataclasses.replace(told, first=(3, "tanh", "maximum")).summary() == (
+        "differs: 3 lines of the compiled text, first 'tanh' -> 'maximum', on v5e:4x4"
+    )
 
 
 def test_plan_that_is_too_large_can_not_be_the_same_program():
-    large = {"program": None, "memory": 8192, "parts": {}, "runs": (), "seconds": None}
-    told = compare_plans(side(), side("b.yaml", **large))
+    large = {"program": None, "memory": 8192, "parts": {}, "moves": (), "seconds": None}
+    told = compare(side(), side("b.yaml", **large))
     assert str(told).splitlines()[-2:] == [
         "memory: 1,536 B -> 8,192 B (+6,656 B) per device, of 4,096 B: fits -> does not fit",
         "differs or not: b.yaml is too large and was not compiled to the end, on v5e:4x4",
     ]
-    assert not compare_plans(side(**large), side("b.yaml", **large)).same
+    assert not compare(side(**large), side("b.yaml", **large)).same
 
 
 def test_plans_for_other_chips_are_other_programs():
-    told = compare_plans(side(), side(topology="v6e:4x4"))
-    assert not told.same and told.summary() == "differs: the compiled text"
+    told = compare(side(), side(topology="v6e:4x4"))
+    assert not told.same
     assert str(told).splitlines()[-1] == "differs: the compiled text, on v5e:4x4 -> v6e:4x4"
 
 
