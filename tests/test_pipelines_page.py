@@ -44,10 +44,9 @@ def test_options_that_the_page_names_are_those_of_a_schedule(tmp_path, monkeypat
         name = "interleaved" if "--chunks" in option else "1f1b"
         main(["schedule", name, "--stages", "4", "--microbatches", "8", *option])
         out, err = capsys.readouterr()
-        assert not err or "--most-inputs" in option and "of at most 4" in err, err
-        assert out or err
+        assert out and not err
     assert load("mine.txt").when == generate("1f1b", 4, 8).when
-    assert "<svg" in Path("1f1b.html").read_text() and "<svg" in Path("1f1b.svg").read_text()
+    assert "<svg" in Path("1f1b.svg").read_text()
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from jshard.cli.bench import parsed
 from jshard.cli.terminal import show, width
 from jshard.errors import JShardError, did_you_mean, quoted
 from jshard.printing.table import table
-from jshard.schedules import KINDS, Cost, Table, Times, generate, load, read
+from jshard.schedules import KINDS, Cost, Table, Times, generate, load
 
-SUFFIXES = (".html", ".svg", ".txt")
+SUFFIXES = (".svg", ".txt")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,17 +34,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--times", metavar="F=1,B=1,W=1", help="how long each takes; a B that makes weight gradients too takes B + W"
     )
     parser.add_argument(
-        "--layers", metavar="2,1,1,1", help="of each stage, where they are unequal: the times are those of one"
-    )
-    parser.add_argument(
         "--size", metavar="16MiB", help="bytes of a microbatch between stages: what is kept and sent in bytes"
     )
     parser.add_argument(
-        "--most-inputs", type=int, metavar="N", help="refuse a table in which a stage keeps more of them"
-    )
-    parser.add_argument(
         "-o", "--output", metavar="FILE", action="append", default=[],
-        help="also write a page (.html), a picture (.svg), or the table to edit (.txt)",
+        help="also write a picture (.svg), or the table to edit (.txt)",
     )  # fmt: skip
 
 
@@ -52,9 +46,9 @@ def run(chosen: argparse.Namespace) -> int:
     for name in chosen.output:
         if Path(name).suffix not in SUFFIXES:
             raise JShardError(f"-o {name} has no ending that is known", hint=f"name a file in {', '.join(SUFFIXES)}")
-    times, size = _times(chosen.times, chosen.layers), parsed(chosen.size) if chosen.size else None
-    costs = [Cost(_with_layers(_table(name, chosen), times, chosen), times, size) for name in chosen.schedules]
-    from jshard.schedules.drawing import grid, page, picture
+    times, size = _times(chosen.times or ""), parsed(chosen.size) if chosen.size else None
+    costs = [Cost(_table(name, chosen), times, size) for name in chosen.schedules]
+    from jshard.schedules.drawing import grid, picture
 
     for cost in costs:
         print("\n".join([str(cost.table), *grid(cost.table, width()), ""]))
@@ -64,13 +58,8 @@ def run(chosen: argparse.Namespace) -> int:
     for name in chosen.output:
         from jshard.printing.pages.shell import write
 
-        match Path(name).suffix:
-            case ".html":
-                content = page(costs)
-            case ".svg":
-                content = picture(costs)
-            case _:
-                content = "\n".join(cost.table.text() for cost in costs)
+        is_picture = Path(name).suffix == ".svg"
+        content = picture(costs) if is_picture else "\n".join(cost.table.text() for cost in costs)
         show(f"wrote {write(Path(name), content.encode(), 'the schedule', '-o')}")
     return 0
 
@@ -81,7 +70,7 @@ def _table(name: str, chosen: argparse.Namespace) -> Table:
         if not Path(name).exists():
             hint = did_you_mean(name, KINDS, f"name a file, or one of {', '.join(KINDS)}")
             raise JShardError(f"{quoted(name)} is no schedule and no file", hint=hint)
-        found = load(name, most_inputs=chosen.most_inputs)
+        found = load(name)
         has = {
             "stages": found.stages,
             "microbatches": found.microbatches,
@@ -103,28 +92,12 @@ def _table(name: str, chosen: argparse.Namespace) -> Table:
             )
         if said is not None and said < 1:
             raise JShardError(f"--{word} is {said}", hint="write 1 or more")
-    made = generate(name, chosen.stages, chosen.microbatches, chosen.chunks)
-    return made if chosen.most_inputs is None else read(made.text(), name, most_inputs=chosen.most_inputs)
+    return generate(name, chosen.stages, chosen.microbatches, chosen.chunks)
 
 
-def _with_layers(table: Table, times: Times, chosen: argparse.Namespace) -> Table:
-    if times.layers and len(times.layers) != table.stages:
-        raise JShardError(
-            f"--layers {chosen.layers} are of {len(times.layers)} stages, and {table.name} has {table.stages}",
-            hint=f"write one number for each, as --layers 2{',1' * (table.stages - 1)}",
-        )
-    return table
-
-
-def _times(text: str | None, layers: str | None) -> Times:
-    if layers is not None and not re.fullmatch(r"[1-9][0-9]*(,[1-9][0-9]*)*", layers):
-        raise JShardError(f"--layers {quoted(layers)} is no list of whole numbers", hint="write --layers 2,1,1,1")
-    words = dict(re.findall(r"([FBW])=([0-9]+(?:\.[0-9]+)?)", text or ""))
-    if ",".join(f"{slot}={time}" for slot, time in words.items()) != (text or "") or not all(
-        map(float, words.values())
-    ):
-        raise JShardError(
-            f"--times {quoted(text or '')} is no list of times above 0", hint="write --times F=1,B=1.2,W=0.8"
-        )
-    of_stages = tuple(map(float, layers.split(","))) if layers else ()
-    return Times(**{slot: float(time) for slot, time in words.items()}, layers=of_stages)
+def _times(text: str) -> Times:
+    words = dict(re.findall(r"([FBW])=([0-9]+(?:\.[0-9]+)?)", text))
+    times = {slot: float(time) for slot, time in words.items()}
+    if ",".join(f"{slot}={time}" for slot, time in words.items()) != text or not all(times.values()):
+        raise JShardError(f"--times {quoted(text)} is no list of times above 0", hint="write --times F=1,B=1.2,W=0.8")
+    return Times(**times)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jshard.errors import JShardError, quoted, refused
-from jshard.schedules.cost import inputs_kept
 from jshard.schedules.table import SLOTS, Op, StageOp, Table, counted, key_of, needs
 
 OP = re.compile(r"([FBW])([0-9]{1,6})(?:\.([0-9]{1,3}))?")
@@ -29,19 +28,18 @@ class Word(NamedTuple):
         return f'"{self.text}" ({self.place})'
 
 
-def load(path: str | Path, *, most_inputs: int | None = None) -> Table:
+def load(path: str | Path) -> Table:
     """Read and check the table in a file."""
     with refused(f"the table {path} can't be read", hint="name a file with a row for each stage, as F0 F1 B0 B1"):
         text = Path(path).read_text(encoding="utf-8", errors="replace")
-    return read(text, str(path), most_inputs=most_inputs)
+    return read(text, str(path))
 
 
-def read(text: str, source: str, *, most_inputs: int | None = None) -> Table:
+def read(text: str, source: str) -> Table:
     """Read a table from `text`, a row for each stage, in which # begins a remark; see `Table` for what it says.
 
-    Every microbatch must go forward and back through every chunk of every stage once, an operation after what it needs, and no
-    stage may keep more inputs than `most_inputs`. Raises JShardError for the first fault, with its line and column: others
-    often follow from it.
+    Every microbatch must go forward and back through every chunk of every stage once, an operation after what it needs. Raises
+    JShardError for the first fault, with its line and column: others often follow from it.
     """
     rows = [_row(line, number, source) for number, line in enumerate(text.split("\n"), 1)]
     rows = [row for row in rows if row]
@@ -54,19 +52,7 @@ def read(text: str, source: str, *, most_inputs: int | None = None) -> Table:
     by_key = {key_of(word.op, word.stage, len(rows)): word for word in words}
     _nothing_missing(by_key, ends)
     _in_order(by_key, len(rows))
-    when = {key: word.tick for key, word in by_key.items()}
-    table = Table.of(source, len(rows), when)
-    if most_inputs is not None:
-        for stage, kept in enumerate(inputs_kept(table)):
-            for tick, count in enumerate(kept):
-                if count > most_inputs:
-                    line, found = rows[stage][tick]
-                    raise JShardError(
-                        f'"{found[0]}" ({source}:{line}:{found.start() + 1}) is in tick {tick}, in which stage {stage} keeps '
-                        f"{count} inputs, of at most {most_inputs}",
-                        hint="begin a forward later, or end a backward sooner",
-                    )
-    return table
+    return Table.of(source, len(rows), {key: word.tick for key, word in by_key.items()})
 
 
 Found = tuple[int, "re.Match[str]"]  # a line's number, and a word in it

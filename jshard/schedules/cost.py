@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from jshard.printing.units import size
-from jshard.schedules.table import SLOTS, Op, StageOp, Table, needs
+from jshard.schedules.table import SLOTS, Op, StageOp, Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +18,10 @@ class Times:
     F: float = 1.0
     B: float = 1.0
     W: float = 1.0
-    layers: tuple[float, ...] = ()  # of each stage, where they are unequal: the times are those of one
 
-    def of(self, slot: str, table: Table, stage: int) -> float:
-        """Return how long an operation of this slot takes on `stage`."""
-        one = self.B + self.W if slot == "B" and not table.splits_weights else getattr(self, slot)
-        return one * (self.layers[stage] if self.layers else 1)
+    def of(self, slot: str, table: Table) -> float:
+        """Return how long an operation of this slot takes."""
+        return self.B + self.W if slot == "B" and not table.splits_weights else getattr(self, slot)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,22 +57,9 @@ def lock_step(table: Table, times: Times) -> TimedTable:
     for tick in range(table.ticks):
         for slot in SLOTS:
             ops = [(stage, op) for stage, row in enumerate(table.rows) for op in row[tick] if op.slot == slot]
-            takes = [times.of(slot, table, stage) for stage, _ in ops]
-            bars += [TimedOp(stage, op, now, now + each) for (stage, op), each in zip(ops, takes, strict=True)]
-            now += max(takes, default=0)
-    return TimedTable(table.stages, tuple(bars))
-
-
-def own_pace(table: Table, times: Times) -> TimedTable:
-    """Run each stage's operations in the table's order, each as soon as what it needs is there: what textbooks draw."""
-    ends: dict[StageOp, float] = {}
-    free = [0.0] * table.stages
-    bars = []
-    for key, _ in sorted(table.when.items(), key=lambda each: (each[1], SLOTS.index(each[0].slot))):
-        stage, op = table.op(key)
-        start = max([free[stage], *(ends[needed] for needed, _ in needs(key, table.virtual_stages))])
-        ends[key] = free[stage] = start + times.of(key.slot, table, stage)
-        bars.append(TimedOp(stage, op, start, free[stage]))
+            takes = times.of(slot, table) if ops else 0.0
+            bars += [TimedOp(stage, op, now, now + takes) for stage, op in ops]
+            now += takes
     return TimedTable(table.stages, tuple(bars))
 
 
@@ -115,15 +100,6 @@ def _sending(table: Table) -> list[StageOp]:
     return [key for key in table.when if table.stages > 1 and key.virtual != ends.get(key.slot, key.virtual)]
 
 
-def sends_in_idle_ticks(table: Table) -> list[int]:
-    """Count by stage what it sends in a step though the table has nothing for it to send: a stage that
-    sends does so in every tick."""
-    return [
-        sum(table.ticks - counts[stage] for counts in sends(table).values() if counts[stage])
-        for stage in range(table.stages)
-    ]
-
-
 def sends_alone(table: Table) -> float:
     """The share of sends in a step beside which no stage has work. What slot F sends goes beside B and W of its tick, what B
     sends beside the next tick's F."""
@@ -145,10 +121,6 @@ class Cost:
     def lock_step(self) -> TimedTable:
         return lock_step(self.table, self.times)
 
-    @functools.cached_property
-    def own_pace(self) -> TimedTable:
-        return own_pace(self.table, self.times)
-
     def __str__(self) -> str:
         return f"{self.table}, {percent(self.lock_step.idle)} idle in lock-step"
 
@@ -158,9 +130,7 @@ class Cost:
         inputs, gradients = ([max(ticks) for ticks in kept(self.table)] for kept in (inputs_kept, gradients_kept))
         found = [
             ("ticks", f"{self.table.ticks:,}"),
-            *[("as long as, in lock-step", f"{self.lock_step.length:g}")] * bool(self.times.layers),
-            ("idle in lock-step, as it runs", percent(self.lock_step.idle)),
-            ("idle at each one's own pace, as in textbooks", percent(self.own_pace.idle)),
+            ("idle in lock-step", percent(self.lock_step.idle)),
             ("microbatches kept, by stage", _spaced(inputs)),
             ("gradients kept, by stage", _spaced(gradients)),
             ("sends, by stage", _spaced(sent_by)),
@@ -168,13 +138,9 @@ class Cost:
         ]
         if self.bytes_each is not None:
             kept = [self.bytes_each * (both[0] + both[1]) for both in zip(inputs, gradients, strict=True)]
-            sent, idle = (
-                [self.bytes_each * n for n in counts] for counts in (sent_by, sends_in_idle_ticks(self.table))
-            )
             found += [
                 ("kept under remat: chunk, by stage", ", ".join(map(size, kept))),
-                ("sent in a step, by stage", ", ".join(map(size, sent))),
-                ("sent besides in idle ticks", ", ".join(map(size, idle))),
+                ("sent in a step, by stage", ", ".join(size(self.bytes_each * count) for count in sent_by)),
             ]
         return found
 

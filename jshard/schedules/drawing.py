@@ -1,4 +1,4 @@
-"""A schedule as text for a terminal, as SVG, and as a page."""
+"""A schedule as text for a terminal, as SVG, and as a part of a page."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from jshard.printing.markup import Markup, element
-from jshard.printing.pages.shell import document, legend, section, table
+from jshard.printing.pages.shell import legend
 from jshard.printing.pages.words import svg
 from jshard.printing.table import BETWEEN
 from jshard.printing.table import table as aligned
-from jshard.schedules.cost import Cost, TimedTable, compared, percent
+from jshard.schedules.cost import Cost, TimedTable, percent
 from jshard.schedules.table import SLOTS, Table
 
 SAYS = {"F": "forward", "B": "backward", "W": "weight gradients"}
@@ -37,14 +37,14 @@ def grid(drawn: Table, width: int | None) -> list[str]:
 
 
 def picture(costs: Sequence[Cost]) -> Markup:
-    """Draw each table twice on one axis of time: in lock-step, as it runs, and with each stage at its own pace."""
-    runs = [(cost, run, words) for cost in costs for run, words in _runs(cost)]
-    longest = max(run.length for _, run, _ in runs)
-    shortest = min(bar.end - bar.start for _, run, _ in runs for bar in run.bars)
+    """Draw tables on one axis of time, in lock-step, as they run."""
+    runs = [cost.lock_step for cost in costs]
+    longest = max(run.length for run in runs)
+    shortest = min(bar.end - bar.start for run in runs for bar in run.bars)
     scale = min(24 / (shortest or 1), LONGEST / longest)
     top, drawn = 0.0, []
-    for cost, run, words in runs:
-        drawn += _panel(run, f"{cost.table.name} {words}: {percent(run.idle)} idle", top, scale)
+    for cost, run in zip(costs, runs, strict=True):
+        drawn += _panel(run, f"{cost.table.name}: {percent(run.idle)} idle", top, scale)
         top += HEAD + run.stages * (LANE + GAP) + FOOT
     width, namespace = LEFT + longest * scale + GAP, "http://www.w3.org/2000/svg"
     return svg(width, top, drawn, xmlns=namespace, class_="schedule", font_family=FONT)
@@ -57,11 +57,6 @@ def drawn(costs: Sequence[Cost]) -> Markup:
         legend((f"fill {COLOURS[slot][0]}", SAYS[slot], slot) for slot in SLOTS),
         element("div", picture(costs), class_="scroller", tabindex=0, role="region", aria_label="picture"),
     )
-
-
-def _runs(cost: Cost) -> Iterator[tuple[TimedTable, str]]:
-    yield cost.lock_step, "in lock-step, as it runs"
-    yield cost.own_pace, "with each stage at its own pace"
 
 
 def _panel(run: TimedTable, title: str, top: float, scale: float) -> Iterator[Markup]:
@@ -86,41 +81,3 @@ def _panel(run: TimedTable, title: str, top: float, scale: float) -> Iterator[Ma
         number = str(each.op).removeprefix(each.op.slot)
         if width > 8 * len(number):
             yield text(number, x + width / 2, y + 15, 11, fill="#ffffff", text_anchor="middle", class_="on")
-
-
-def page(costs: Sequence[Cost]) -> str:
-    """The whole page: figures side by side, the picture, and each table as text."""
-    head, *rows = compared(costs)
-    texts = [element("pre", cost.table.text(), tabindex=0, class_="scroller") for cost in costs]
-    return document(
-        ", ".join(cost.table.name for cost in costs),
-        "schedule",
-        skip=("To the tables", "#tables"),
-        links=(("Figures", "#figures"), ("Picture", "#picture"), ("Tables", "#tables")),
-        about=" · ".join(str(cost.table) for cost in costs),
-        figures=[(cost.table.name, percent(cost.lock_step.idle), "idle in lock-step") for cost in costs],
-        sections=(
-            section(
-                "figures",
-                "What it costs",
-                _assumed(costs[0]),
-                table("figures", head, rows, numbers=range(1, len(head))),
-            ),
-            section(
-                "picture",
-                "What each stage runs",
-                "A number is that of a microbatch, and behind a point that of a chunk; one axis of time for all.",
-                drawn(costs),
-            ),
-            section("tables", "The tables", "As files to edit, which jshard schedule takes.", *texts),
-        ),
-        footer=["Nothing has run."],
-    )
-
-
-def _assumed(cost: Cost) -> str:
-    times = cost.times
-    return (
-        f"F takes {times.F:g}, B {times.B:g} and W {times.W:g}; a backward that makes weight gradients too takes B and W. In "
-        "lock-step a slot of a tick takes its time on every stage, if one has an operation in it."
-    )

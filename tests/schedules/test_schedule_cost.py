@@ -6,9 +6,8 @@ import collections
 
 import pytest
 
-from jshard.schedules import KINDS, Cost, StageOp, Times, generate, read
-from jshard.schedules.cost import gradients_kept, inputs_kept, sends, sends_alone, sends_in_idle_ticks
-from jshard.schedules.table import needs
+from jshard.schedules import KINDS, Cost, Times, generate, read
+from jshard.schedules.cost import gradients_kept, inputs_kept, sends, sends_alone
 
 SIZES = [(2, 4), (4, 8), (4, 16), (8, 32)]
 
@@ -18,35 +17,25 @@ def test_cost_idle_share_is_the_formula_of_each_schedule(stages, microbatches):
     fill = stages - 1
     for kind, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)):
         cost = Cost(generate(kind, stages, microbatches, chunks))
-        for run in (cost.lock_step, cost.own_pace):
-            assert run.idle == pytest.approx(fill / (chunks * microbatches + fill))
+        assert cost.lock_step.idle == pytest.approx(fill / (chunks * microbatches + fill))
     cost = Cost(generate("zero_bubble", stages, microbatches))
-    assert cost.own_pace.idle == pytest.approx(fill / (3 * microbatches + fill))  # ZB-H1: (p - 1) (F + B - W)
     # No table of one chunk is shorter: the last of M forwards goes on for p - 1 ticks, as the first of M backwards does.
     assert cost.lock_step.length == 2 * (microbatches + fill) + microbatches
 
 
 def test_cost_of_zero_bubble_in_lock_step_is_beside_the_textbooks():
     cost = Cost(generate("zero_bubble", 4, 16))
-    assert (round(cost.lock_step.idle, 3), round(cost.own_pace.idle, 3)) == (0.111, 0.059)
+    assert round(cost.lock_step.idle, 3) == 0.111  # each stage at its own pace: 0.059
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("times", [Times(), Times(1, 2, 0.5), Times(0.5, 1, 3)])
-def test_cost_at_its_own_pace_no_stage_runs_two_at_once_or_before_what_it_needs(kind, times):
+def test_cost_in_lock_step_no_stage_runs_two_at_once(kind, times):
     cost = Cost(generate(kind, 3, 5, 2), times)
-    ends = {
-        StageOp(bar.op.slot, bar.op.microbatch, bar.op.chunk * 3 + bar.stage): bar.end for bar in cost.own_pace.bars
-    }
-    for run in (cost.lock_step, cost.own_pace):
-        for stage in range(3):
-            bars = [bar for bar in run.bars if bar.stage == stage]
-            assert all(before.end <= bar.start for before, bar in zip(bars, bars[1:], strict=False))
-            assert sum(bar.end - bar.start for bar in bars) == pytest.approx(10 * (times.F + times.B + times.W))
-    for bar in cost.own_pace.bars:
-        key = StageOp(bar.op.slot, bar.op.microbatch, bar.op.chunk * 3 + bar.stage)
-        assert all(ends[needed] <= bar.start for needed, _ in needs(key, 6))
-    assert cost.own_pace.length <= cost.lock_step.length
+    for stage in range(3):
+        bars = [bar for bar in cost.lock_step.bars if bar.stage == stage]
+        assert all(before.end <= bar.start for before, bar in zip(bars, bars[1:], strict=False))
+        assert sum(bar.end - bar.start for bar in bars) == pytest.approx(10 * (times.F + times.B + times.W))
 
 
 def test_cost_counts_what_waits_too():
@@ -73,16 +62,13 @@ def test_cost_sends_each_microbatch_once_over_each_hop(kind):
     assert sends(generate(kind, 1, 6, 4)) == {"F": [0], "B": [0]}  # chunks of one stage are on one device
 
 
-def test_cost_of_sends_with_no_work_beside_them_and_in_idle_ticks():
+def test_cost_of_sends_with_no_work_beside_them():
     """By hand: of two stages and three microbatches 1f1b makes F0 to F2 in ticks 0 to 2, with no B in 0, and B0 to B2 in ticks
     1 to 3, with no F behind 3."""
     assert sends_alone(generate("1f1b", 2, 3)) == (1 + 1) / 6
     assert sends_alone(generate("gpipe", 2, 3)) == 1.0
     assert sends_alone(generate("1f1b", 4, 16)) == sends_alone(generate("zero_bubble", 4, 16)) == 12 / 96
     assert sends_alone(generate("interleaved", 1, 4, 2)) == 0.0
-    assert sends_in_idle_ticks(generate("1f1b", 2, 3)) == [5 - 3] * 2
-    assert sends_in_idle_ticks(generate("gpipe", 4, 8)) == [22 - 8, 2 * (22 - 8), 2 * (22 - 8), 22 - 8]
-    assert sends_in_idle_ticks(generate("interleaved", 1, 4, 2)) == [0]
 
 
 @pytest.mark.parametrize(
