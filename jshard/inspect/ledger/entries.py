@@ -168,8 +168,7 @@ class Staged:
         return [str(Cost(self.table)), *filter(None, (self.layers, self.keeps))]
 
     def document(self) -> dict[str, Any]:
-        found = {"mesh_axis": self.mesh_axis, "name": self.table.name, "table": self.table.text()}
-        return found | {name: value for name in ("layers", "kept", "left") if (value := getattr(self, name))}
+        return {"mesh_axis": self.mesh_axis, "name": self.table.name, "table": self.table.text(), "says": self.says}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -168,7 +168,7 @@ class Ledger(Shown):
             **{key: list(map(document_of, getattr(self, key))) for key in ("choices", "unused", "claims", "unsplit")},
             "is_auto": self.is_auto,
             "compiler": self.compiler,
-            "stages": [{**each.document(), "says": each.says} for each in self.stages],
+            "stages": [each.document() for each in self.stages],
             "memory": [{**document_of(rest), "total": rest.total} for rest in self.memory],
             "total": {"wire": self.total, "count": self.count, "memory": self.held, **totals},
         }

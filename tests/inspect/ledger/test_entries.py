@@ -69,12 +69,12 @@ def test_lines_that_stages_run_stay_apart_from_those_that_all_devices_run():
     ],
     ids=["inputs", "what F made", "what B leaves W"],
 )
-def test_stages_tell_what_they_keep_and_come_back(bytes_, told):
+def test_stages_tell_what_they_keep(bytes_, told):
     staged = Staged("stage", generate("zero_bubble", 2, 4), **bytes_)
     assert staged.keeps == told
-    document = staged.document()
-    assert document == {"mesh_axis": "stage", "name": staged.table.name, "table": staged.table.text(), **bytes_}
-    assert Staged.of(document) == staged
+    assert (
+        staged.document()["says"] == staged.says == [f"{staged.table}, 14.3 % idle in lock-step", *filter(None, [told])]
+    )
 
 
 @pytest.mark.parametrize(
