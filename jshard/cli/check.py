@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 from jshard.cli.target import Target, function_arguments
 from jshard.cli.terminal import show, tell
 from jshard.errors import JShardError, printable
-from jshard.hardware.host import computes_on_cpus
 from jshard.printing.table import table
 from jshard.signals.claims import Claim, claims, found_claims
 from jshard.signals.config import Configuration
 from jshard.signals.parameter_path import repeats
-from jshard.signals.topologies import devices_of, fitted
+from jshard.signals.topologies import fitted
 from jshard.signals.trust import Untrusted
 from jshard.training.settings import Settings
 
@@ -29,19 +28,16 @@ SCHEMA = "jshard.check/1"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = (
-        "jshard check [-h] path [path ...] [key=value ...] [--trust] [--claims] [--against FILE] [--update] [--json]"
-    )
+    parser.usage = "jshard check [-h] path [path ...] [key=value ...] [--trust] [--claims] [--update] [--json]"
     parser.add_argument(
         "--claims",
         action="store_true",
         help="list the parameters of the model, and which match claims each; nothing else is held",
     )
     parser.add_argument(
-        "--against", metavar="FILE", help="the baseline to hold; else the path's, with .baseline for .yaml"
-    )
-    parser.add_argument(
-        "--update", action="store_true", help="write the baseline anew: what is asked for now is accepted"
+        "--update",
+        action="store_true",
+        help="write the baseline, the path with .baseline for .yaml: what is asked for now is accepted",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document, its schema named in it")
     function_arguments(parser)
@@ -73,9 +69,7 @@ class Checked:
 
     target: Target
     meaning: list[tuple[str, str]]
-    claims: list[dict[str, str]] = dataclasses.field(
-        default_factory=list
-    )  # one for each parameter, where they are listed
+    claims: list[dict[str, str]] = dataclasses.field(default_factory=list)  # of each parameter, where they are listed
     rows: list[Claimed] = dataclasses.field(default_factory=list)  # what each claim asks, what is done, and why not
     holds: list[str] = dataclasses.field(default_factory=list)
     broken: list[str] = dataclasses.field(default_factory=list)
@@ -104,24 +98,23 @@ def _check(checked: Checked, configuration: Configuration, chosen: argparse.Name
         sizes = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))
         of = configuration.topology, configuration.topology_place
         fitted(sizes, configuration.mesh.place, *of, configuration.mesh.slices)
-    _check_workers(configuration)
     if chosen.claims:
         return _check_claims(checked, configuration, listed=True)
     try:
-        _check_step(checked, configuration, chosen.against, chosen.update)
+        _check_step(checked, configuration, chosen.update)
     except Untrusted as error:
-        if chosen.update or chosen.against is not None:
+        if chosen.update:
             raise
         unchecked = "promises" if checked.holds else "claims, promises"
         checked.holds += [error.faults[0].rpartition("; ")[0], f"not checked: {unchecked}; add --trust"]
 
 
-def _check_step(checked: Checked, configuration: Configuration, against: str | None, update: bool) -> None:
+def _check_step(checked: Checked, configuration: Configuration, update: bool) -> None:
     """Hold what can only be told by the code that the configuration names: an experiment, its claims and its promises."""
     target = checked.target
     _check_experiment(configuration)
-    baseline = against or _beside(target)
-    reason = _needs_a_step(configuration, baseline, update or against is not None)
+    baseline = _beside(target)
+    reason = _needs_a_step(configuration, baseline, update)
     has_a_step = "model" in configuration.train or target.function is not None
     if "model" in configuration.train and configuration.has_claims:
         _check_claims(checked, configuration, listed=False)
@@ -133,31 +126,6 @@ def _check_step(checked: Checked, configuration: Configuration, against: str | N
             hint="write model and data under jshard.train, or remove it",
         )
     _check_promises(checked, configuration, baseline, update, promised=reason is not None)
-
-
-def _check_workers(configuration: Configuration) -> None:
-    """Raise an error for a worker beyond the devices of an open mesh. With a written mesh, loading has done so."""
-    named = {
-        signal: signal.shard.workers or () for signal in configuration.signals.values() if signal.shard is not None
-    }
-    if not any(named.values()) or configuration.mesh is None or -1 not in configuration.mesh.sizes:
-        return
-    asked = os.environ.get("JAX_NUM_CPU_DEVICES", "")
-    if configuration.topology is not None:
-        count, who = devices_of(configuration.topology), configuration.topology
-    elif not computes_on_cpus():
-        import jax
-
-        count, who = len(jax.devices()), "this host"
-    elif asked.isdecimal():
-        count, who = int(asked), f"JAX_NUM_CPU_DEVICES={asked}"
-    else:  # as many are pretended as it takes
-        return
-    for signal, workers in named.items():
-        if beyond := [number for number in workers if number >= count]:
-            about = f'signal "{signal.name}" ({signal.at("shard.workers")})'
-            fault = f"{about} names worker {beyond[0]}, and {who} has {count} devices"
-            raise JShardError(fault, hint=f"use numbers from 0 to {count - 1}")
 
 
 def _check_experiment(configuration: Configuration) -> None:
@@ -225,7 +193,7 @@ def _alike(claimed: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, ...]]:
 
 
 def _beside(target: Target) -> str:
-    """Name the baseline of a configuration, or of a function under it, unless another is named."""
+    """Name the baseline of a configuration, or of a function under it."""
     function = "" if target.function is None else f".{target.function.replace(':', '.')}"
     return f"{os.path.splitext(target.path)[0]}{function}.baseline"
 
@@ -271,9 +239,7 @@ def _check_promises(checked: Checked, configuration: Configuration, name: str, u
         checked.broken += [too_much] if too_much else []
         if not too_much:
             checked.holds.append(f"{ledger.held:,} B at rest on each device, of {configuration.budget:,} B")
-    is_named = name != _beside(target)
-    unchanged = dataclasses.replace(target, overrides=())
-    command = " ".join([f"jshard check {unchanged}", *(["--against", name] if is_named else [])])
+    command = f"jshard check {dataclasses.replace(target, overrides=())}"
     mesh = str(configuration.mesh)[1:-1] if configuration.mesh is not None else ""
     if update:
         with open(name, "w") as file:
@@ -288,5 +254,3 @@ def _check_promises(checked: Checked, configuration: Configuration, name: str, u
             checked.holds.append(f"less than {name} holds; to keep it so: {command} --update")
         elif not more:
             checked.holds.append(f"as {name} holds")
-    elif is_named:
-        raise JShardError(f"{name} is not there", hint=f"write it: {command} --update")

@@ -198,7 +198,7 @@ def test_check_still_finds_mistakes_and_says_what_it_leaves_out(capsys):
     assert (status, json.loads(text)["configurations"][0]["holds"][-1]) == (
         0, "not checked: claims, promises; add --trust",
     )  # fmt: skip
-    for words in (["--update"], ["--against", "a.baseline"], ["--claims", "model=evil:Model"]):
+    for words in (["--update"], ["--claims", "model=evil:Model"]):
         status, text = said(capsys, "check", path, *words)
         assert (status, text.splitlines()[-1][-23:]) == (2, "; add --trust to run it")
 
