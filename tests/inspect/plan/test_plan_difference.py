@@ -204,19 +204,13 @@ def test_plan_takes_the_topology_of_the_configuration(capsys):
     )  # fmt: skip
 
 
-def test_report_takes_the_topology_of_the_configuration_unless_none_is_said(capsys):
-    words = ["report", "planned:loss", *ARGS, "--json"]
-    assert json.loads(typed(capsys, *words)[1])["plan"]["topology"]["name"] == "cpu:8"
-    assert json.loads(typed(capsys, *words, "--topology", "none")[1])["plan"] is None
-
-
 MISFIT = (
     "jshard.mesh (mlp.yaml:2) has 8 devices, and jshard.topology (mlp.yaml:3), cpu:16, has 16; write topology: cpu:8, or make "
     "its sizes multiply to 16"
 )
 
 
-@pytest.mark.parametrize("name", ["plan", "report", "check", "diff"])
+@pytest.mark.parametrize("name", ["plan", "check", "diff"])
 def test_mesh_that_does_not_fit_the_topology_is_told_with_both_lines(capsys, name):
     Path("mlp.yaml").write_text(YAML.replace("cpu:8", "cpu:16"))
     words = ["planned:loss", *(["planned:loss"] if name == "diff" else []), *ARGS]
@@ -224,7 +218,7 @@ def test_mesh_that_does_not_fit_the_topology_is_told_with_both_lines(capsys, nam
     assert (status, err) == (2, MISFIT)
 
 
-@pytest.mark.parametrize("name", ["plan", "report", "diff"])
+@pytest.mark.parametrize("name", ["plan", "diff"])
 def test_topology_that_means_nothing_lists_near_ones_for_every_command(capsys, name):
     words = ["planned:loss", *(["planned:loss"] if name == "diff" else []), *ARGS]
     assert typed(capsys, name, *words, "--topology", "v5x:4x4") == (
@@ -232,7 +226,7 @@ def test_topology_that_means_nothing_lists_near_ones_for_every_command(capsys, n
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["plan", "report", "diff"])
+@pytest.mark.parametrize("name", ["plan", "diff"])
 def test_compiler_that_is_not_installed_is_the_same_sentence_for_every_command(capsys, monkeypatch, name):
     there = jshard.inspect.plan.aot._there
     monkeypatch.setattr(jshard.inspect.plan.aot, "_there", lambda module: module != "libtpu" and there(module))
@@ -271,7 +265,6 @@ def test_wrong_axis_in_one_weight_shows_in_what_runs(extra, name):
 def test_noise_of_compilers_does_not_reach_the_user(extra, name):
     extra(name)
     clean = users_environment(PYTHONPATH=str(Path(jshard.__file__).parent.parent))
-    for command in ("plan", "report"):
-        words = [sys.executable, "-m", "jshard", command, "planned:loss", *ARGS, "--topology", name]
-        done = subprocess.run(words, env=clean, capture_output=True, text=True, timeout=250)
-        assert (done.returncode, done.stderr) == (0, "")
+    words = [sys.executable, "-m", "jshard", "plan", "planned:loss", *ARGS, "--topology", name]
+    done = subprocess.run(words, env=clean, capture_output=True, text=True, timeout=250)
+    assert (done.returncode, done.stderr) == (0, "")
