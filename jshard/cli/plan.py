@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jshard.cli.target import Target, function_arguments
@@ -14,8 +12,6 @@ from jshard.errors import JShardError
 
 if TYPE_CHECKING:
     from jshard.inspect.plan import Plan
-    from jshard.training.experiments.experiment import Experiment
-    from jshard.training.function import Function
 
 TOPOLOGIES = "v5e:4x4, v5p:8x8x16, v6e:16x16, tpu7x:2x2x2, h100:8, h200:8, b200:8, cpu:8"
 LIMIT = 600  # seconds, as in jshard.inspect.plan, which imports JAX
@@ -31,7 +27,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document, its schema named in it")
     parser.add_argument("--program", action="store_true", help="the compiled text, names left out")
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="how long the compiler may take")
-    parser.add_argument("--no-cache", action="store_true", help="compile even what was compiled before")
     function_arguments(parser)
 
 
@@ -40,8 +35,7 @@ def run(chosen: argparse.Namespace) -> int:
     target = Target.of(chosen)
     configuration = target.configuration()
     topology = chosen.topology or configuration.topology or f"cpu:{configuration.devices or 8}"
-    with compiled_for(topology, target, limit=chosen.limit, cache=not chosen.no_cache) as (_, plan):
-        pass
+    plan = _planned(topology, target, chosen.limit)
     if chosen.program:
         from jshard.inspect.compiled.program_text import normalised
 
@@ -57,11 +51,8 @@ def run(chosen: argparse.Namespace) -> int:
     return 1 if plan.memory.fits is False or too_much else 0
 
 
-@contextlib.contextmanager
-def compiled_for(
-    topology: str, target: Target, *, limit: float = LIMIT, cache: bool = True
-) -> Iterator[tuple[Experiment | Function, Plan]]:
-    """Build the target of shapes alone on the mesh of a topology, and its plan. No array is made."""
+def _planned(topology: str, target: Target, limit: float) -> Plan:
+    """Plan the target, of shapes alone, on the mesh of a topology. No array is made."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # here is only traced: no accelerator is looked for or taken
     target.configuration()  # every fault of the file is told before JAX is imported
     configuration, build = target.load()
@@ -80,5 +71,4 @@ def compiled_for(
     mesh = mesh_on(devices, configuration)
     check_installed(devices)
     with on_mesh(mesh):
-        program = build(mesh, only_shapes=True)
-        yield program, program.plan(devices, limit=limit, cache=cache)
+        return build(mesh, only_shapes=True).plan(devices, limit=limit)

@@ -206,9 +206,9 @@ class Function:
         program, args, kwargs = program_of(Traced(self.f, self.args, {}), None)
         return program.lower(*args, **kwargs)
 
-    def plan(self, topology: Topology, *, limit: float = LIMIT, cache: bool = True) -> Plan:
+    def plan(self, topology: Topology, *, limit: float = LIMIT) -> Plan:
         """Compile it for devices that are not there."""
-        return plan(self.f, *self.args, topology=topology.name, limit=limit, cache=cache)
+        return plan(self.f, *self.args, topology=topology.name, limit=limit)
 
     def verify(self, meshes: Sequence[Mapping[str, int]] = ()) -> Verification:
         """Verify its value and gradients, sharded against unsharded; numbers are put where there are only shapes."""

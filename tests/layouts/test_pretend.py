@@ -164,12 +164,7 @@ ONE = OPENED.replace("()", "('jshard.mesh.tensor=1',)") + "; import jax; jax.dev
             False,
         ),
         (
-            "from jshard.cli import main; main(['plan', 'configs/xor.yaml', '--trust', '--topology', 'cpu:4', '--no-cache'])",
-            {},
-            False,
-        ),
-        (
-            "from jshard.cli import main; main(['report', 'configs/xor.yaml', '--trust', '--topology', 'cpu:4', '--json'])",
+            "from jshard.cli import main; main(['plan', 'configs/xor.yaml', '--trust', '--topology', 'cpu:4'])",
             {},
             False,
         ),

@@ -46,7 +46,6 @@ class Row:
     wire_asked: int
     wire_got: int
     hidden: int
-    asynchronous: int  # how many of `got`
     differences: tuple[Deviation, ...] = ()
 
 
@@ -110,7 +109,6 @@ def _row(key: Key, asked: list[Ask], runs: list[tuple[RunArray, int, int, float]
         wire_asked=sum(ask.line.total for ask in asked),
         wire_got=sum(times * wire for _, times, wire, _ in runs) + sum(line.total for line in own),
         hidden=round(sum(times * wire * hidden for _, times, wire, hidden in runs)),
-        asynchronous=sum(times for run, times, _, _ in runs if run.got.asynchronous),
         differences=tuple(differences),
     )
 

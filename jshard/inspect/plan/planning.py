@@ -32,14 +32,14 @@ from jshard.signals.topologies import fitted, hint_of
 
 def plan(
     f: Callable[..., Any], *args: Any, topology: str | None = None, backward: bool | None = None, limit: float = LIMIT,
-    cache: bool = True, **kwargs: object,
+    **kwargs: object,
 ) -> Plan:  # fmt: skip
     """`f(*args)` compiled for a topology such as `v5e:4x4`, `v5p:8x8x16`, `v6e:16x16`, `tpu7x:2x2x2`, `h100:8` or `cpu:8`,
     none of which need be here; without one, for the `jshard.topology` of what is loaded. Arguments are as for `explain`,
     which also says what `backward` is: arrays and modules as they lie now, or shapes. A program that makes a shard_map
     itself takes its mesh from `jshard.mesh()`.
 
-    The compiler runs in another process, for at most `limit` seconds; what it made is kept, and looked up if `cache`.
+    The compiler runs in another process, for at most `limit` seconds; what it made is kept, and looked up from then on.
 
         print(jshard.plan(loss, model, x, topology="v5e:4x4"))
     """
@@ -56,18 +56,17 @@ def plan(
         traced = Traced(*here.holding([on_absent(each, away, target) for each in here.arrays])[1])
         ledger = ledger_of(traced, traced.nodes, backward=backward)
         program, args, kwargs = program_of(traced, backward)
-        return planned(program, args, kwargs, ledger, target, away, limit=limit, cache=cache)
+        return planned(program, args, kwargs, ledger, target, away, limit=limit)
 
 
 def planned(
-    program: Any, args: Any, kwargs: Any, ledger: Ledger, topology: Topology, mesh: Any, *,
-    limit: float = LIMIT, cache: bool = True,
-) -> Plan:  # fmt: skip
+    program: Any, args: Any, kwargs: Any, ledger: Ledger, topology: Topology, mesh: Any, *, limit: float = LIMIT
+) -> Plan:
     """The plan of a jitted program of shapes that lie on absent meshes, of which `ledger` says what it asks for."""
     with as_user_error("it is traced"):
         export = exported(program, args, kwargs, topology)
     key = plans.key(export)
-    compiled = plans.load(key) if cache else None
+    compiled = plans.load(key)
     cached = compiled is not None
     if compiled is None:
         compiled = deviceless.compile_absent(export, topology, limit=limit)

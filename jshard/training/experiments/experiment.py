@@ -216,11 +216,11 @@ class Experiment:
         step = self.step()
         return step.program.lower(step.state, *self.first_batch())
 
-    def plan(self, topology: Topology, *, limit: float = LIMIT, cache: bool = True) -> Plan:
+    def plan(self, topology: Topology, *, limit: float = LIMIT) -> Plan:
         """Compile the training step for devices that are not there."""
         step = self.step()
         args = step.state, *self.first_batch()
-        return planned(step.program, args, {}, self.asked, topology, self.placement.mesh, limit=limit, cache=cache)
+        return planned(step.program, args, {}, self.asked, topology, self.placement.mesh, limit=limit)
 
     def verify(self, meshes: Sequence[Mapping[str, int]] = ()) -> Verification:
         """Verify one training step, sharded against unsharded, on these other meshes as well: the loss, every gradient, and

@@ -107,7 +107,6 @@ def test_program_that_is_too_large_for_a_chip_is_a_verdict_and_not_a_failure(ext
 def test_gathers_hide_behind_products_on_a_tpu(extra):
     extra("v5e:2x4")
     made = plan_decoder("v5e:2x4", decoder.TINY, data=2, tensor=4)
-    assert sum(row.asynchronous for row in made.comparison.rows) > 0
     # Each gather is of some KiB, which the wire takes in less time than any operation beside it.
     assert 0 < made.comparison.hidden <= sum(got.total for got in made.got if got.asynchronous)
     assert not [each for _, each in made.comparison.differences if each.kind in ("added", "dropped", "split")]

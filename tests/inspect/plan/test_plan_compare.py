@@ -88,16 +88,6 @@ def test_sums_that_were_added_up_before_one_all_reduce_are_dropped_and_recast(le
     # one array behind the other, in the loop's first trip and its last
     assert told(comparison, signal="-", phase="backward") == [(5, 5, ["5 merged into 1"])]
 
-
-def test_asynchronous_runs_are_told_apart(ledger):
-    comparison = compare(ledger, collectives_in((HLO / "decoder-v5e.hlo").read_text()), SIZES)
-    waits = {(row.signal, row.phase): row.asynchronous for row in comparison.rows if row.asynchronous}
-    assert waits == {
-        ("mlp/up", "forward"): 2,
-        ("mlp/down", "forward"): 2,
-        ("mlp/up", "backward"): 4,
-        ("mlp/down", "backward"): 2,
-    }
     assert comparison.hidden == 0  # nobody has walked through it
 
 
