@@ -29,7 +29,7 @@ from flax import nnx
 import jshard
 from benchmarks.quartiles import quartiles
 from jshard.inspect.compiled.hlo_text import NO_RESULT, HloProgram
-from jshard.inspect.plan.work import bytes_moved
+from jshard.inspect.plan.walk import bytes_moved
 from jshard.layers.attention import attend
 from jshard.printing.table import table
 from jshard.programs.flops import arithmetic_of

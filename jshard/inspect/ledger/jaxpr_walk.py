@@ -11,8 +11,7 @@ import jax
 
 from jshard.errors import JShardError
 from jshard.inspect.ledger.entries import ChosenStrategy, Left, Line, Staged
-from jshard.inspect.ledger.explicit_sharding import typed_collectives
-from jshard.inspect.ledger.implicit_resharding import decided_by_compiler
+from jshard.inspect.ledger.explicit_sharding import decided_by_compiler, typed_collectives
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import collective_of, declared
 from jshard.layers.pipeline.ticks import slot_p

@@ -14,7 +14,7 @@ from jshard.inspect.ledger.entries import ChosenStrategy, Left, Line, Staged, Un
 from jshard.inspect.ledger.jaxpr_walk import walk
 from jshard.inspect.ledger.memory import KINDS, Resident
 from jshard.inspect.ledger.serialize import caused_document, document_of, line_document
-from jshard.inspect.ledger.unsplit import Unsplit
+from jshard.inspect.ledger.whole import Unsplit
 from jshard.inspect.ledger.why import why
 from jshard.layers.partition import Program
 from jshard.layers.roles import Placed

@@ -21,7 +21,7 @@ from jshard.inspect.ledger.entries import Unused
 from jshard.inspect.ledger.jaxpr_walk import has_transposed, scopes_in
 from jshard.inspect.ledger.ledger import Ledger, read
 from jshard.inspect.ledger.memory import at_rest
-from jshard.inspect.ledger.unsplit import unsplit
+from jshard.inspect.ledger.whole import unsplit
 from jshard.layers.layer import model_arrays
 from jshard.layers.linen import positional_names
 from jshard.layers.sharded_call import programs_in

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.inspect.ledger.unsplit import _listed, _splitting
+from jshard.inspect.ledger.whole import _listed, _splitting
 from jshard.layers.program_claims import active_signals
 from jshard.programs.provenance import scope
 from jshard.signals.signal import Shard, Signal
