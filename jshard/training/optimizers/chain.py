@@ -18,12 +18,12 @@ from jshard.layers.user_code_errors import as_user_error
 from jshard.layouts.paths import words_of
 from jshard.signals.globs import Glob, patterns
 from jshard.training.components import check_arguments, function_at, parameters_of
-from jshard.training.optimizers import schedules
 from jshard.training.optimizers.clipping import clip_by_global_norm
 from jshard.training.settings import LEARNING_RATE, Settings
 
 KEYS = ("clip", "schedule", "decay")  # of `optimizer`, beside names of optax
 NUMBERS = {"learning_rate": LEARNING_RATE, "peak": LEARNING_RATE, "warmup": 100, "decay": 100, "steps": 1000}
+Schedule = Callable[[Any], Any]  # of the steps done
 MASKS = ("mask", "weight_decay_mask")  # arguments of optax that say what decays
 
 
@@ -144,7 +144,7 @@ def _function(
     if name not in known or name in KEYS:
         fault = f"{label}{', which' if label.endswith(chr(34)) else ''} {fault}"
         raise JShardError(fault, hint=did_you_mean(name, known, f"use {use}"))
-    return schedules.WORDS.get(name) or getattr(optax, name)
+    return SCHEDULES.get(name) or getattr(optax, name)
 
 
 def _set_rate(settings: Settings, links: list[_Link], schedule: object) -> tuple[Any, str, float | None]:
@@ -178,8 +178,8 @@ def _scheduled(settings: Settings, schedule: Any, given: Any, rate_key: str) -> 
             hint="write one schedule, as in schedule: {warmup_cosine: {peak: 3e-4, warmup: 100}}",
         )
     ((name, value),) = table.items()
-    label, words = f'{label} is "{name}"', f"{', '.join(schedules.WORDS)} or optax:NAME"
-    function = _function(settings, label, name, [*schedules.WORDS], "is no schedule of jshard", use=words)
+    label, words = f'{label} is "{name}"', f"{', '.join(SCHEDULES)} or optax:NAME"
+    function = _function(settings, label, name, [*SCHEDULES], "is no schedule of jshard", use=words)
     arguments, takes, key = dict(value or {}), parameters_of(function), rate_key
     if "peak" in arguments:
         key = f"optimizer.schedule.{name}.peak"
@@ -194,7 +194,7 @@ def _scheduled(settings: Settings, schedule: Any, given: Any, rate_key: str) -> 
         arguments.setdefault("steps", settings["steps"])
     check_arguments(label, function, arguments, ours={})
     check_numbers(settings, f"optimizer.schedule.{name}", arguments, takes)
-    if name in schedules.WORDS and not sum(arguments.get(word, 0) for word in ("warmup", "decay")) < arguments.get(
+    if name in SCHEDULES and not sum(arguments.get(word, 0) for word in ("warmup", "decay")) < arguments.get(
         "steps", settings["steps"] + 1
     ):
         long = " and ".join(f"{word} {arguments[word]}" for word in ("warmup", "decay") if word in arguments)
@@ -235,3 +235,48 @@ def optimizers() -> tuple[str, ...]:
     """List the optimizers of optax: functions of a learning rate. Those that need more than gradients are not among them."""
     found = (name for name in transformations() if "learning_rate" in parameters_of(getattr(optax, name)))
     return tuple(name for name in found if not name.startswith("scale_by_") and name != "lbfgs")
+
+
+# -- learning rates over a run, by short words --
+
+
+def constant(peak: float) -> Schedule:
+    """Stay at `peak`."""
+    return optax.constant_schedule(peak)
+
+
+def linear(peak: float, steps: int, end: float = 0.0) -> Schedule:
+    """Fall from `peak` to `end` in a line."""
+    return optax.linear_schedule(peak, end, steps)
+
+
+def cosine(peak: float, steps: int, end: float = 0.0) -> Schedule:
+    """Fall from `peak` to `end` along a half cosine."""
+    return optax.cosine_decay_schedule(peak, steps, end / peak)
+
+
+def warmup_constant(peak: float, warmup: int) -> Schedule:
+    """Rise from 0 to `peak` in `warmup` steps, and stay."""
+    return optax.linear_schedule(0.0, peak, warmup)
+
+
+def warmup_linear(peak: float, warmup: int, steps: int, end: float = 0.0) -> Schedule:
+    """Rise from 0 to `peak` in `warmup` of `steps` steps, and fall to `end` in a line."""
+    return optax.join_schedules([warmup_constant(peak, warmup), linear(peak, steps - warmup, end)], [warmup])
+
+
+def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Schedule:
+    """Rise from 0 to `peak` in `warmup` of `steps` steps, and fall to `end` along a half cosine."""
+    return optax.join_schedules([warmup_constant(peak, warmup), cosine(peak, steps - warmup, end)], [warmup])
+
+
+def warmup_stable_decay(peak: float, warmup: int, decay: int, steps: int, end: float = 0.0) -> Schedule:
+    """Rise from 0 to `peak` in `warmup` of `steps` steps, stay, and fall to `end` in a line in the last `decay`."""
+    parts = [warmup_constant(peak, warmup), constant(peak), linear(peak, decay, end)]
+    return optax.join_schedules(parts, [warmup, steps - decay])
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    each.__name__: each
+    for each in (constant, linear, cosine, warmup_constant, warmup_linear, warmup_cosine, warmup_stable_decay)
+}

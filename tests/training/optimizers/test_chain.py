@@ -16,8 +16,7 @@ from jshard.cli import main
 from jshard.signals import active_config as current
 from jshard.signals.config import load_configuration
 from jshard.training.experiments.experiment import Experiment
-from jshard.training.optimizers import schedules
-from jshard.training.optimizers.chain import Chain
+from jshard.training.optimizers.chain import SCHEDULES, Chain
 from jshard.training.optimizers.clipping import clip_by_global_norm
 from jshard.training.settings import Settings
 from tests.support import cases, plain
@@ -144,7 +143,7 @@ def test_overrides_change_a_link(text, overrides, expected):
     ],
 )
 def test_a_schedule_by_a_short_word(word, arguments, at):
-    schedule = schedules.WORDS[word](peak=1.0, **arguments)
+    schedule = SCHEDULES[word](peak=1.0, **arguments)
     np.testing.assert_allclose([schedule(step) for step in at], list(at.values()), atol=1e-6)
 
 
