@@ -1,4 +1,4 @@
-"""What a jaxpr holds, read without running it: what stands in the way of a proof, the meshes, and where numbers are made
+"""What a jaxpr holds, read without running it: what stands in the way of a proof, and where numbers are made
 narrower to be summed."""
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ NONE: Names = frozenset()
 OUTSIDE = Around()
 COMPARISON = "comparison"  # by the order of whole numbers, which none has modulo a prime
 Told = Callable[[Any], Names]  # of an equation
-
-
-def inexact_operations(jaxpr: Jaxpr) -> list[str]:
-    """The names of the operations of a jaxpr that run by a stand-in."""
-    return sorted({name for eqn in equations(jaxpr) for name in stood_in(eqn)} - {COMPARISON})
 
 
 def stood_in(eqn: Eqn) -> Names:
@@ -81,11 +76,6 @@ def _reached_in_loop(eqn: Eqn, operands: list[Names], told: Told) -> list[Names]
         if carry == operands[consts : consts + carried]:
             return results
         operands = [*operands[:consts], *carry, *operands[consts + carried :]]
-
-
-def meshes_in(jaxpr: Jaxpr) -> list[Any]:
-    """The meshes of the shard_maps of a jaxpr."""
-    return [eqn.params["mesh"] for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"]
 
 
 def obstacles(jaxpr: Jaxpr, platform: str) -> dict[int, str]:

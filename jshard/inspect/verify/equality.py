@@ -17,9 +17,7 @@ from rich.text import Text
 from jshard.errors import JShardError
 from jshard.inspect.verify.dataflow import (
     COMPARISON,
-    inexact_operations,
     last_bit,
-    meshes_in,
     obstacles,
     on_the_way,
     stood_in,
@@ -138,7 +136,7 @@ def _traced_elsewhere(side: Side) -> None:
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         raise JShardError(f"{where}: {type(error).__name__}: {lines[0].rstrip('.')}", hint=hint) from error
-    for found in meshes_in(jaxpr):
+    for found in (eqn.params["mesh"] for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"):
         if dict(found.shape).items() - side.sizes.items():
             raise JShardError(f"{where}: it has a shard_map over {in_words(found.shape)}", hint=hint)
 
@@ -193,7 +191,9 @@ class _Trial:
 
     @functools.cached_property
     def stood_in(self) -> list[str]:
-        return inexact_operations(self.reference.trace()[0])
+        """The names of the operations that run by a stand-in."""
+        eqns = equations(self.reference.trace()[0])
+        return sorted({name for eqn in eqns for name in stood_in(eqn)} - {COMPARISON})
 
     @functools.cached_property
     def on_the_way(self) -> list[tuple[str, ...]]:

@@ -21,11 +21,9 @@ from jshard.schedules.steps import NONE, steps
 
 
 class Slot(NamedTuple):
-    """What each tick of a table makes: the output of slot F or B, or the sums of weight gradients after it ("sums").
-    `layers` says how many layers each stage has, where that was asked for; `kept` how many bytes of a microbatch a device keeps
-    for the backward of a chunk beside its input, `left` how many B leaves for W."""
+    """The table whose ticks a loop runs. `layers` is how many layers each stage has, where that was asked for; `kept` how many
+    bytes of a microbatch a device keeps for the backward of a chunk beside its input, `left` how many B leaves for W."""
 
-    made: str
     table: Table
     mesh_axis: str
     layers: str = ""
@@ -33,7 +31,7 @@ class Slot(NamedTuple):
     left: int = 0
 
 
-# Marks that, for the ledger and the figures of a run. It compiles to nothing.
+# Marks the outputs of slot F, for the ledger and the figures of a run. It compiles to nothing.
 slot_p = Primitive("pipeline_slot")
 slot_p.multiple_results = True
 slot_p.def_abstract_eval(lambda *xs, slot: xs)
@@ -153,7 +151,7 @@ class _Ticks:
         is_due = now["F_microbatch"] != NONE
         y, kept, outputs = self._only(is_due, "F", lambda: self._forward(now, held), lambda: idle)
         held = held._replace(kept=kept, outputs=outputs)
-        arrives = self._sent(self._marked("F", y), "F")
+        arrives = self._sent(self._marked(y), "F")
         with scope(phase="backward"):
             held = held._replace(gradients=_put(held.gradients, now["B_arrives"], comes_back))
             by_x, sums, held = self._backward_slots(now, held, sums)
@@ -164,13 +162,12 @@ class _Ticks:
         is_due = now["B_microbatch"] != NONE
         by_x, by_y, sums, left = self._only(is_due, "B", lambda: self._backward(now, held, sums), lambda: idle)
         held = held._replace(left=left)
-        by_x = self._marked("B", by_x)
         if self.table.splits_weights:
             held = held._replace(gradients=_put(held.gradients, now["B_loss"], by_y))
             before = sums
             is_due = now["W_microbatch"] != NONE
             sums = self._only(is_due, "W", lambda: self._weights(now, held, before), lambda: before)
-        return by_x, (sums[0], self._marked("sums", sums[1]), sums[2]), held
+        return by_x, sums, held
 
     # -- slots --
 
@@ -268,10 +265,10 @@ class _Ticks:
         with scope(times=times, turns=str(turns)):
             return lax.cond(is_here, here, elsewhere)
 
-    def _marked(self, made: str, x: Tree) -> Tree:
+    def _marked(self, x: Tree) -> Tree:
         leaves, tree = jax.tree.flatten(x)
         with scope(**self.by):
-            slot = Slot(made, self.table, self.mesh_axis, self.model.layers, *self.bytes)
+            slot = Slot(self.table, self.mesh_axis, self.model.layers, *self.bytes)
             return jax.tree.unflatten(tree, slot_p.bind(*leaves, slot=slot))
 
 
