@@ -67,18 +67,16 @@ class Laid:
     def tiles(self, full_mesh: Mesh) -> list[Index | None]:
         """For each device of the whole mesh, in its order, the index of its part along each axis; None: holds nothing.
         An array that nobody has placed is taken to be on every device, as jit takes it."""
-        count = 1 if full_mesh is None else full_mesh.size
-        if self.mesh is None or full_mesh is None:
-            full: Index = (0,) * len(self.shape)
-            if self.device is None or not isinstance(full_mesh, Mesh):
-                return [full] * count
-            return [full if device == self.device else None for device in full_mesh.devices.flat]
-        parts = self._parts()
+        whole: Index = (0,) * len(self.shape)
         if self.is_everywhere(full_mesh):
-            return list(parts)
-        assert isinstance(self.mesh, Mesh) and isinstance(full_mesh, Mesh), "a slice of a mesh names its devices"
-        by_device = dict(zip(self.mesh.devices.flat, parts, strict=True))
-        return [by_device.get(device) for device in full_mesh.devices.flat]
+            if self.mesh is None or full_mesh is None:
+                return [whole] * (1 if full_mesh is None else full_mesh.size)
+            return [*self._parts()]
+        assert isinstance(full_mesh, Mesh), "a slice of a mesh names its devices"
+        held = {self.device: whole}
+        if self.mesh is not None:
+            held = dict(zip(self.mesh.devices.flat, self._parts(), strict=True))
+        return [held.get(device) for device in full_mesh.devices.flat]
 
     def _parts(self) -> list[Index]:
         """For each device of the array's own mesh."""

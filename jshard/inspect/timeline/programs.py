@@ -65,10 +65,10 @@ class Programs:
         self.by_name: dict[str, list[Operations]] = {}
         for plane in found:
             if plane.name == "/host:metadata":
-                for kind in plane.kinds.values():
-                    proto = kind.stats.get("Hlo Proto") or kind.stats.get("hlo_proto")
+                for identity, (_, stats) in plane.kinds.items():
+                    proto = stats.get("Hlo Proto") or stats.get("hlo_proto")
                     if isinstance(proto, memoryview):
-                        module, number = Message(proto).message(1), kind.stats.get("program_id", kind.identity)
+                        module, number = Message(proto).message(1), stats.get("program_id", identity)
                         self.by_number[number] = operations = _operations(module)
                         self.by_name.setdefault(module.text(1), []).append(operations)
 

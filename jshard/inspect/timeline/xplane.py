@@ -29,17 +29,8 @@ class Mark:
         return self.start + self.duration
 
 
-@dataclasses.dataclass(frozen=True)
-class EventKind:
-    """What all events of one kind have in common."""
-
-    identity: int = 0
-    name: str = ""
-    stats: Stats = dataclasses.field(default_factory=dict)
-
-
 class Plane:
-    """A device, the host, or what is said of the whole capture."""
+    """A device, the host, or what is said of the whole capture. `kinds` are the name and the stats of all events of a kind."""
 
     def __init__(self, plane: Message):
         self.name = plane.text(2)
@@ -47,10 +38,7 @@ class Plane:
         words = [entry.message(2) for entry in plane.messages(5)]
         self._words = {word.number(1): word.text(2) for word in words}
         kinds = [entry.message(2) for entry in plane.messages(4)]
-        self.kinds = {
-            kind.number(1): EventKind(kind.number(1), kind.text(4) or kind.text(2), self._stats(kind, 5))
-            for kind in kinds
-        }
+        self.kinds = {kind.number(1): (kind.text(4) or kind.text(2), self._stats(kind, 5)) for kind in kinds}
         self.stats = self._stats(plane, 6)
 
     def lines(self) -> Iterator[tuple[str, list[Mark]]]:
@@ -60,9 +48,9 @@ class Plane:
             yield line.text(11) or line.text(2), [self._mark(event, begin) for event in events]
 
     def _mark(self, event: Message, begin: int) -> Mark:
-        kind = self.kinds.get(event.number(1), NO_KIND)
-        stats = {**kind.stats, **self._stats(event, 4)}
-        return Mark(kind.name, begin + event.number(2), event.number(3), stats)
+        name, common = self.kinds.get(event.number(1), ("", {}))
+        stats = {**common, **self._stats(event, 4)}
+        return Mark(name, begin + event.number(2), event.number(3), stats)
 
     def _stats(self, message: Message, field: int) -> Stats:
         return dict(self._stat(stat) for stat in message.messages(field))
@@ -77,9 +65,6 @@ class Plane:
             elif field != 1:
                 value = values[-1]
         return self._words.get(stat.number(1), ""), value
-
-
-NO_KIND = EventKind()
 
 
 def planes(file: Path) -> list[Plane]:
