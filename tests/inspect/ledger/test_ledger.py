@@ -402,7 +402,7 @@ def test_ledger_sums_selects_and_becomes_json(grid):
         "place": None, "signal": "-", "phase": "forward", "collective": AR, "primitive": "psum_invariant",
         "mesh_axes": ["tensor"], "group": 4, "count": 1, "count_known": True, "payload": 64, "dtype": "float32",
         "shape": [2, 8], "via": "", "source": told["lines"][0]["source"], "wire": 96, "total": 96,
-        "declared": None, "schedule": None, "asked": True, "key": "", "redistributed": False, "remat": False, "claimed": False,
+        "declared": None, "asked": True, "key": "", "redistributed": False, "remat": False, "claimed": False,
         "chosen": "", "each": None, "branches": [], "typed": False, "kernel": "", "compiler": "",
     }  # fmt: skip
 
