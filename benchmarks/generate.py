@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     sizes = SMALL if chosen.quick else SIZES
     jshard.unload()
-    model = jshard.Decoder(sizes, rngs=nnx.Rngs(0))
+    model = jshard.Decoder(**sizes, rngs=nnx.Rngs(0))
     every = [Prompts.of(model, sizes, each, chosen.rows, chosen.tokens) for each in chosen.prompts]
     for number in range(chosen.tokens):
         for one in every:

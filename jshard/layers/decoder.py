@@ -65,12 +65,6 @@ class DecoderConfig:
             if hint:
                 raise JShardError(f"a jshard.Decoder has {field.name}: {value!r}", hint=hint)
 
-    @classmethod
-    def of(cls, given: DecoderConfig | Mapping[str, Any] | None, sizes: Mapping[str, Any]) -> DecoderConfig:
-        if isinstance(given, DecoderConfig):
-            return dataclasses.replace(given, **sizes)
-        return cls(**fields_of(cls, {**(given or {}), **sizes}, "a jshard.Decoder"))
-
 
 class Block(nnx.Module):
     """`x + attn(norm(x))`, then `x + mlp(norm(x))`."""
@@ -106,12 +100,11 @@ class Decoder(nnx.Module):
 
         model = jshard.Decoder(vocabulary=256, width=64, depth=2, heads=4, hidden=128, rngs=nnx.Rngs(0))
 
-    In place of tokens it takes `{"tokens", "positions", "segments"}`, as packed rows have them. The sizes may stand in a
-    `DecoderConfig` or a mapping; what is said beside it changes it.
+    In place of tokens it takes `{"tokens", "positions", "segments"}`, as packed rows have them. `DecoderConfig` has the sizes.
     """
 
-    def __init__(self, config: DecoderConfig | Mapping[str, Any] | None = None, *, rngs: nnx.Rngs, **sizes: object):
-        self.config = c = DecoderConfig.of(config, sizes)
+    def __init__(self, *, rngs: nnx.Rngs, **sizes: object):
+        self.config = c = DecoderConfig(**fields_of(DecoderConfig, sizes, "a jshard.Decoder"))
         dtypes = _dtypes(c)
         self.embed = nnx.Embed(c.vocabulary, c.width, rngs=rngs, **dtypes)
         self.blocks = stack(Block, c.depth, c, rngs=rngs, unroll=c.unroll)
@@ -140,11 +133,11 @@ class Decoder(nnx.Module):
 
 
 # Every size by its name, so that a word misspelt in YAML is told with its line and the nearest that there is.
-_own, _given, _rngs, _ = inspect.signature(Decoder.__init__).parameters.values()
+_own, _rngs, _ = inspect.signature(Decoder.__init__).parameters.values()
 _sizes = [
     _rngs.replace(name=each.name, default=None, annotation=each.type) for each in dataclasses.fields(DecoderConfig)
 ]
-setattr(Decoder.__init__, "__signature__", inspect.Signature([_own, _given, *_sizes, _rngs]))  # noqa: B010
+setattr(Decoder.__init__, "__signature__", inspect.Signature([_own, *_sizes, _rngs]))  # noqa: B010
 
 
 def _is_number(value: Any, kinds: Any, least: int) -> bool:

@@ -33,7 +33,7 @@ def check_kernels(
         why = hindrance(op)
         if why is not None:
             raise JShardError(
-                f'signal "{signal.name}" ({signal.at(f"kernel.{op}")}) takes {op} by {word}, which {why}',
+                f"{signal.label(f'kernel.{op}')} takes {op} by {word}, which {why}",
                 hint=f"write {op}: auto",
             )
     named = [(op, word) for op, word in named if word not in NO_KERNELS]
@@ -45,7 +45,7 @@ def check_kernels(
         gpus = GPUS if op == "matmul" else []
         if chip.platform != "tpu" and chip.name not in gpus:
             raise JShardError(
-                f'signal "{signal.name}" ({signal.at(f"kernel.{op}")}) takes {op} by {word}, a kernel for '
-                f"{', '.join(['TPUs', *gpus])}, and this is {chip.name}",
+                f"{signal.label(f'kernel.{op}')} takes {op} by {word}, a kernel for {', '.join(['TPUs', *gpus])}, and this is "
+                f"{chip.name}",
                 hint=f"write {op}: auto",
             )

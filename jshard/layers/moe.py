@@ -125,7 +125,7 @@ def exchanged(x: Array, *, back: bool = False) -> Array:
         )
     for names, signal in found.items():
         rows = tuple(name for name in names if any(name in each.row for each in signals))
-        return _exchange(names, rows, signal.name, f'signal "{signal.name}" ({signal.at("expert")})')[back](x)
+        return _exchange(names, rows, signal.name, signal.label("expert"))[back](x)
     return x
 
 

@@ -69,7 +69,7 @@ def _check_words(signal: Signal, path: str) -> None:
     }  # fmt: skip
     for key in (key for key, said in asked.items() if said):
         raise JShardError(
-            f'signal "{signal.name}" ({signal.at(key)}) says {key}, which jshard.shard does not do yet, for {path}',
+            f"{signal.label(key)} says {key}, which jshard.shard does not do yet, for {path}",
             hint=f"remove {key}, or build that layer with jshard.Linear and call the model without jshard.shard",
         )
     check_kernels(signal, mesh(), lambda op: None)

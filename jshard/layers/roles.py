@@ -105,8 +105,8 @@ def _layout(use: Use, more: int) -> Rest:
             key = "stage"
             if layout_in_use(signal, use.roles, str(use)).axes[axis]:
                 raise JShardError(
-                    f'signal "{signal.name}" ({signal.at("shard.axis")}) shards axis {axis} of {_several(use, more)}, which '
-                    f"{stage.signal} splits over stages ({stage.signal.at('stage')})",
+                    f"{signal.label('shard.axis')} shards axis {axis} of {_several(use, more)}, which {stage.signal} splits "
+                    f"over stages ({stage.signal.at('stage')})",
                     hint="shard another axis",
                 )
         _check(use, more, in_use, axis, key)
@@ -114,7 +114,7 @@ def _layout(use: Use, more: int) -> Rest:
         by_stage = stage if stage is not None and stage.mesh_axis == name else None
         whose, key = (by_stage.signal, "stage") if by_stage else (signal, "shard")
         raise JShardError(
-            f'signal "{signal.name}" ({signal.at("store")}) names mesh axis "{name}" for store and '
+            f'{signal.label("store")} names mesh axis "{name}" for store and '
             f"{f'{whose} for' if by_stage else 'for'} {key} ({whose.at(key)}), which would split {_several(use, more)} over it "
             "twice",
             hint="claim the layers apart from what all stages have"
@@ -146,7 +146,7 @@ def _check(use: Use, more: int, layout: Layout, axis: int, key: str) -> None:
     """Raise an error where an axis does not divide. Heads that are too few name the two mesh axes that would do."""
     signal, size, ways, names = use.claim.signal, use.shape[axis], layout.ways(axis), layout.axes[axis]
     signal = use.claim.stage.signal if key == "stage" and use.claim.stage else signal
-    label, what = f'signal "{signal.name}" ({signal.at(key)})', f"axis {axis} of {_several(use, more)}"
+    label, what = signal.label(key), f"axis {axis} of {_several(use, more)}"
     fit = math.gcd(size, ways)
     if key == "column" and use.roles.count("column") >= 2 and fit >= 2 and size % ways and len(names) == 1:
         raise JShardError(

@@ -321,8 +321,7 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     length = next((shape[1] for shape in of_batch if shape[1:]), 1)
     if ring and length > 1:
         signal = next(signal for signal in signals if signal.ring)
-        label, what = f'signal "{signal.name}" ({signal.at("ring")})', f"{length} places of each row"
-        check_divides(length, ring, s.mesh, label=label, what=what)
+        check_divides(length, ring, s.mesh, label=signal.label("ring"), what=f"{length} places of each row")
 
     def lead(array: _Array) -> Axes:
         """How the first axes of a batch's arrays are split: rows, and places."""
@@ -330,8 +329,7 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
             return ()
         if row and (array.layout is None or not array.layout.mesh_axes):
             signal = next(signal for signal in signals if signal.row)
-            label = f'signal "{signal.name}" ({signal.at("row")})'
-            check_divides(array.shape[0], row, s.mesh, label=label, what=f"{batch} rows")
+            check_divides(array.shape[0], row, s.mesh, label=signal.label("row"), what=f"{batch} rows")
         return (row, ring) if length > 1 and array.shape[1:2] == (length,) else (row,)
 
     inputs = [

@@ -154,10 +154,7 @@ def strategy_of(signal: Signal) -> Strategy:
         return Strategy(mesh, row=shard_axes, **{**rest, "store": shard_axes})
     if shard.axis in (1, -1):
         return Strategy(mesh, column=shard_axes, **rest)
-    raise JShardError(
-        f'signal "{signal.name}" ({signal.at("shard.axis")}) shards axis {shard.axis} of a rank-2 kernel',
-        hint="use 0 or 1",
-    )
+    raise JShardError(f"{signal.label('shard.axis')} shards axis {shard.axis} of a rank-2 kernel", hint="use 0 or 1")
 
 
 def check_sizes(strategy: Strategy, signal: Signal, shape: Sequence[int], inputs: int, outputs: int) -> None:
@@ -165,7 +162,7 @@ def check_sizes(strategy: Strategy, signal: Signal, shape: Sequence[int], inputs
     if len(shape) < 2 and strategy.batch:
         key = "row" if strategy.row else "sequence"
         raise JShardError(
-            f'signal "{signal.name}" ({signal.at(key)}) splits rows over mesh axis "{strategy.batch[0]}", but x has one axis',
+            f'{signal.label(key)} splits rows over mesh axis "{strategy.batch[0]}", but x has one axis',
             hint="give x a batch axis: x[None]",
         )
     _check(strategy, signal, strategy.splits(shape, inputs, outputs))
@@ -184,7 +181,7 @@ def check_parameters(strategy: Strategy, signal: Signal, inputs: int, outputs: i
 
 def _check(strategy: Strategy, signal: Signal, splits: Iterable[Split]) -> None:
     for key, size, names, what in splits:
-        label = f'signal "{signal.name}" ({signal.at(key if signal.shard is None else "shard.axis")})'
+        label = signal.label(key if signal.shard is None else "shard.axis")
         check_divides(size, names, strategy.mesh, label=label, what=f"{size} {what}")
 
 

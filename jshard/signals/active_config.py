@@ -141,7 +141,7 @@ def mesh_for(signal: Signal) -> tuple[Mesh, tuple[str, ...]]:
     full = mesh()
     if signal.shard is None or signal.shard.mesh:
         return full, signal.shard.mesh if signal.shard else ()
-    return workers_mesh(full, signal.shard.workers, label=f'signal "{signal.name}" ({signal.at("shard.workers")})')
+    return workers_mesh(full, signal.shard.workers, label=signal.label("shard.workers"))
 
 
 @contextlib.contextmanager

@@ -17,9 +17,8 @@ from jshard.signals.axes import Across
 from jshard.signals.compose import compose
 from jshard.signals.describe import component_words, signal_words
 from jshard.signals.faults import Faults, listed
-from jshard.signals.match import Matcher
 from jshard.signals.resolve import is_template, resolve
-from jshard.signals.signal import Signal
+from jshard.signals.signal import Matcher, Signal
 from jshard.signals.trust import EVERYTHING, Trust
 
 STAGE, WORKERS = "stage", "workers"  # the mesh axes of GT's form

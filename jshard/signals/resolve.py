@@ -9,10 +9,9 @@ from typing import Any
 
 from jshard.errors import Location, did_you_mean, quoted
 from jshard.signals.faults import Faults, Path
-from jshard.signals.match import Matcher, is_glob
 from jshard.signals.nodes import DEEPEST, Node
 from jshard.signals.schema import COLLECTIVES, JSHARD, JSHARD_TABLE, SIGNAL, SIGNAL_TABLE, TRAIN
-from jshard.signals.signal import AXIS_KEYS, PRODUCT, DTypes, Shard, Signal
+from jshard.signals.signal import AXIS_KEYS, PRODUCT, DTypes, Matcher, Shard, Signal, is_glob
 from jshard.signals.synonyms import meant
 from jshard.signals.value_types import Reading
 

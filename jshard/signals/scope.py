@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jshard.errors import JShardError, kind_of
-from jshard.layouts.layout import Layout, Placement
+from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit
 from jshard.layouts.redistribution import as_array, redistribute
 from jshard.programs.provenance import line_here, scope
@@ -204,9 +204,8 @@ def tensor_layout(signal: Signal, rank: int, label: str = "") -> Layout:
         axis = signal.shard.axis  # none of what is replicated
         if axis is not None:
             if not -rank <= axis < rank:
-                label = label or f"a rank-{rank} array"
                 raise JShardError(
-                    f'signal "{signal.name}" ({signal.at("shard.axis")}) shards axis {axis} of {label}',
+                    f"{signal.label('shard.axis')} shards axis {axis} of {label or f'a rank-{rank} array'}",
                     hint="use " + (listed(map(str, range(rank))) if rank else "a replicated signal"),
                 )
             axes[axis] = shard_axes
@@ -231,11 +230,9 @@ class SignalFunction:
         entry.waits = True
         return entry
 
-    def tensor(self, x: Any, name: str | Placement | None = None) -> jax.Array:
+    def tensor(self, x: Any, name: str | None = None) -> jax.Array:
         """`x` placed as signal `name` (or the active one) says: by its `shard`, else axis 0 over `row` and the last axis
-        over `column`. Unchanged when no configuration is loaded. A layout or sharding in place of a name is taken as it is."""
-        if isinstance(name, Placement):
-            return redistribute(x, name, label="jshard.signal.tensor")
+        over `column`. Unchanged when no configuration is loaded."""
         with contextlib.nullcontext() if name is None else Entry(*_words(name)):
             return _place(x)
 

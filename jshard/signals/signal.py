@@ -1,13 +1,16 @@
-"""What one signal says, whole and checked. Names and lines do not take part in equality: two signals that place
-alike are equal, so that a cache keyed by a signal is shared by all layers that lie alike."""
+"""What one signal says, whole and checked, and which signal a nesting of names means. Names and lines do not take part in
+equality: two signals that place alike are equal, so that a cache keyed by a signal is shared by all layers that lie alike."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import fnmatch
 import functools
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 from jshard.errors import Location
+from jshard.signals.faults import Path
 
 NOWHERE = Location("no configuration")
 # The keys that name mesh axes. Of two that may name the same one, `row` and `sequence` are the ones that sums are over.
@@ -82,5 +85,58 @@ class Signal:
         """Whether it says a stage and no layout, which it leaves to another signal."""
         return bool(self.stage) and self == Signal(self.name, stage=self.stage, match=self.match, kernel=self.kernel)
 
+    def label(self, key: str) -> str:
+        """Name the signal in an error, with the line of one of its keys."""
+        return f'signal "{self.name}" ({self.at(key)})'
+
     def __str__(self) -> str:
         return f'signal "{self.name}" ({self.place})'
+
+
+# -- which signal a nesting of names means: the longest name that fits, exact names before globs --
+
+
+def is_glob(name: str) -> bool:
+    return any(character in name for character in "*?[")
+
+
+def _fits(path: Path, pattern: Path) -> bool:
+    """Whether a glob covers a path, component by component: `*` does not reach over a slash."""
+    return len(path) == len(pattern) and all(map(fnmatch.fnmatchcase, path, pattern))
+
+
+class Matcher:
+    """The names of a configuration's signals, ready to be matched."""
+
+    def __init__(self, signals: Iterable[Signal]):
+        self.exact: dict[Path, Signal] = {}
+        self.globs: list[tuple[Path, Signal]] = []
+        for signal in signals:
+            parts = tuple(signal.name.split("/"))
+            if is_glob(signal.name):
+                self.globs.append((parts, signal))
+            else:
+                self.exact[parts] = signal
+
+    def find(self, path: Path) -> tuple[Path, list[Signal]]:
+        """The longest end of `path` that fits, and the signals it means: one, none, or the globs that contend for it."""
+        for start in range(len(path)):
+            end = path[start:]
+            if end in self.exact:
+                return end, [self.exact[end]]
+            found = [signal for pattern, signal in self.globs if _fits(end, pattern)]
+            if found:
+                return end, found
+        return (), []
+
+    def below(self, path: Path) -> frozenset[Hashable]:
+        """What names inside `path` may still be matched by: the rest of each name whose first components are the last
+        of `path`, and the signal it means."""
+        everything = [*self.exact.items(), *self.globs]
+        rests = collections.Counter(  # counted: two globs that say the same still contend
+            (taken, pattern[taken:], is_glob("/".join(pattern)), signal)
+            for pattern, signal in everything
+            for taken in range(1, len(pattern))
+            if taken <= len(path) and _fits(path[-taken:], pattern[:taken])
+        )
+        return frozenset(rests.items())

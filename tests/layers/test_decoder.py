@@ -54,7 +54,7 @@ def cross_entropy(model, tokens, targets):
 
 
 def decoder(**more):
-    return jshard.Decoder({**SMALL, **more}, rngs=nnx.Rngs(0))
+    return jshard.Decoder(**{**SMALL, **more}, rngs=nnx.Rngs(0))
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +343,7 @@ def test_a_size_has_the_parameters_of_its_model_card(path):
     model = dict(found.train["model"])
     assert model.pop("path") == "jshard:Decoder"
     jshard.unload()
-    shapes = by_path(abstract(lambda: jshard.Decoder(model, rngs=nnx.Rngs(0))))
+    shapes = by_path(abstract(lambda: jshard.Decoder(**model, rngs=nnx.Rngs(0))))
     assert sum(leaf.size for leaf in shapes.values()) == int(card[1].replace(",", ""))
 
 
