@@ -90,12 +90,8 @@ class Call:
         with alone():  # as it is traced: a mesh that is in use is none of it
             context = trace_context()
         s = _Situation(call.structure, described, mesh(), present.fingerprint, context, scopes())
-        # what was traced before is kept: of a function as long as it lives, with what it closes over; of a method, the last 256
-        is_function = isinstance(f, types.FunctionType)
-        if any(signal.dtype.param for signal in present.signals.values()):
-            s = dataclasses.replace(s, arrays=(_rest_of_function if is_function else _rest_of_method)(f, s))
-        self.program, self.out = (_of_function if is_function else _of_method)(f, s)
-        self.described = s.arrays
+        self.program, self.out = _program_of(f, s)
+        self.described = self.out.arrays
         present.used.update(self.out.used)
         present.placed.update(tuple(each.use.claim.signal.name.split("/")) for each in self.program.placed.values())
 
@@ -244,6 +240,7 @@ class _Out:
     """What a traced function returns, beside arrays; the arrays that it closes over; and what it claims."""
 
     written: WrittenBack
+    arrays: tuple[_Array, ...]  # as the program takes them: parameters in the dtype that they rest in
     rows: tuple[str, ...] = ()  # the mesh axes that split the rows of a batch
     consts: Sequence[Any] = ()
     compiled: Any = None
@@ -285,23 +282,21 @@ def _unsharded(f: Callable[..., Any], s: _Situation) -> tuple[Any, WrittenBack, 
     return jaxpr, written[-1], program_claims(layers, owners, active)
 
 
-def _at_rest(f: Callable[..., Any], s: _Situation) -> tuple[_Array, ...]:
-    """The arrays, with parameters in the dtype that their signals say they rest in."""
-    *_, claimed = _unsharded(f, s)
-    dtype_of = {path: claim.signal.dtype.param for path, claim in claimed.items() if claim.signal.dtype.param}
-
-    def at_rest(array: _Array) -> _Array:
-        if array.path not in dtype_of or not jnp.issubdtype(array.dtype, jnp.floating):
-            return array
-        return dataclasses.replace(array, dtype=jnp.dtype(dtype_of[array.path]))
-
-    return tuple(map(at_rest, s.arrays))
+def _at_rest(array: _Array, claimed: Mapping[str, Claim]) -> _Array:
+    """The array, if it is a parameter in the dtype that its signal says it rests in."""
+    dtype = claimed[array.path].signal.dtype.param if array.path in claimed else None
+    if dtype is None or not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    return dataclasses.replace(array, dtype=jnp.dtype(dtype))
 
 
 def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     check_takes_its_models(f)
     out = _Out()
     jaxpr, out.written, claimed = _unsharded(f, s)
+    out.arrays = tuple(_at_rest(each, claimed) for each in s.arrays)
+    if out.arrays != s.arrays:  # the program that takes them as they rest
+        return _program_of(f, dataclasses.replace(s, arrays=out.arrays))
     by_use: dict[tuple[type | None, str], list[Claim]] = {}
     for each in s.arrays:
         if each.owner is not None and each.path in claimed and claimed[each.path].line:
@@ -346,15 +341,16 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     return program, out
 
 
-_of_function, _of_method = (
-    weakref_lru_cache(_traced, maxsize=None, trace_context_in_key=False),
-    functools.lru_cache(256)(_traced),
-)
-_rest_of_function = weakref_lru_cache(_at_rest, maxsize=None, trace_context_in_key=False)
-_rest_of_method = functools.lru_cache(256)(_at_rest)
+# What was traced before is kept: of a function as long as it lives, with what it closes over; of a method, the last 256.
+_of_function = weakref_lru_cache(_traced, maxsize=None, trace_context_in_key=False)
+_of_method = functools.lru_cache(256)(_traced)
 # jax.clear_caches() clears these too, as it does JAX's own above: JAX has no public name for that.
-for each in (_of_method, _rest_of_method, _microbatches, _pipelined, _pipelined_pieces):
+for each in (_of_method, _microbatches, _pipelined, _pipelined_pieces):
     register_cache(each, "jshard.shard")
+
+
+def _program_of(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
+    return (_of_function if isinstance(f, types.FunctionType) else _of_method)(f, s)
 
 
 def _given(shape: tuple[int, ...], layout: Layout | None, lead: Axes) -> Axes:

@@ -25,7 +25,7 @@ class Faults:
 
     def add(self, about: Path | str, place: Location, says: str, hint: str) -> None:
         """Note a fault: its subject, by words or by the keys that lead there, and what is wrong. What stands at one place
-        of a file and is wrong in the same way for several signals, by a merge or a template, is told once."""
+        of a file and is wrong in the same way for several signals, by an alias or a template, is told once."""
         self._times += 1
         fault = f"{about if isinstance(about, str) else subject(about, place)} {says}"
         self._found.setdefault((place, says if place.line else fault, hint), (place, fault, hint))

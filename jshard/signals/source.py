@@ -6,7 +6,6 @@ what people expect (`1e-4` is a number, `no` is a word, `017` is 17), and what a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -104,24 +103,19 @@ class _EventReader:
     def mapping(self, place: Location, path: tuple[str | None, ...]) -> Node:
         value: dict[str, Node] = {}
         keys: dict[str, Location] = {}
-        merged: list[Node] = []
         while not self.loader.check_event(yaml.MappingEndEvent):
             ahead = self.loader.peek_event()
-            is_merge = isinstance(ahead, yaml.ScalarEvent) and ahead.style is None and ahead.value == "<<"
             key = self.node((*path, None))
+            if isinstance(ahead, yaml.ScalarEvent) and ahead.style is None and ahead.value == "<<":
+                hint = "write extends: with the name of a signal"
+                raise self.stop(key.place, 'has "<<", which merges nothing here', hint)
             name = self.name(key)
             node = self.node((*path, name))
-            if is_merge:
-                merged += self.mappings(node)
-            elif name is not None and name in value:
+            if name is not None and name in value:
                 self.repeated((*(each for each in path if each is not None), name), key.place, keys[name])
             elif name is not None:
                 value[name], keys[name] = node, key.place
         self.loader.get_event()
-        for node in merged:  # what the mapping says itself wins, then the earlier merge
-            for name, inside in node.value.items() if isinstance(node.value, dict) else ():
-                value.setdefault(name, inside)
-                keys.setdefault(name, node.keys[name])
         return collection(value, place, keys)
 
     def name(self, key: Node) -> str | None:
@@ -132,15 +126,6 @@ class _EventReader:
         hint = "write a name before the colon" if plain else f'write "{word}" in quotes'
         self.add(key.place, f"has {word} for a key{'' if is_collection else ', which is not a name'}", hint)
         return None
-
-    def mappings(self, node: Node) -> Iterator[Node]:
-        """Those that a "<<" merges."""
-        for each in node.value if isinstance(node.value, list) else [node]:
-            if isinstance(each.value, dict):
-                yield each
-            else:
-                fault = f'merges {shown(each.value)} by "<<", which takes a mapping'
-                self.add(each.place, fault, 'write "<<: *name" with &name at a mapping')
 
     def repeated(self, path: Path, place: Location, first: Location) -> None:
         if self.about:

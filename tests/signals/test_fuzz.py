@@ -27,7 +27,7 @@ jshard:
   train: {model: "examples.digits:Model", batch: 64, optimizer: {name: adamw, learning_rate: 1e-3}, evaluation: 10}
 _base: &base {row: data, dtype: {compute: bfloat16}}
 layer1: {extends: _base, column: [tensor], output: keep}
-layer2: {<<: *base, reduction: tensor, output: scatter, backward: layer1}
+layer2: {extends: _base, reduction: tensor, output: scatter, backward: layer1}
 block*/attn: {store: {optimizer: data}, remat: true, expect: {psum: 1, bytes: 64MiB}}
 "decoder/mlp":
   shard:

@@ -909,13 +909,9 @@ IN_A_FILE = {
         MESH + "_a: &a {row: data}\nlayer1: &a {shard: *a}\n",
         'FILE:4 has "*a" inside "&a" itself; remove it',
     ),
-    "merge text": (
-        MESH + "layer1: {<<: data}\n",
-        'FILE:3 merges "data" by "<<", which takes a mapping; write "<<: *name" with &name at a mapping',
-    ),
-    "merge list": (
-        MESH + "_b: &b {row: data}\nlayer1: {<<: [*b, data]}\n",
-        'FILE:4 merges "data" by "<<", which takes a mapping; write "<<: *name" with &name at a mapping',
+    "merge": (
+        MESH + "_b: &b {row: data}\nlayer1: {<<: *b}\n",
+        'FILE:4 has "<<", which merges nothing here; write extends: with the name of a signal',
     ),
     "two documents": (
         MESH + "---\nlayer1: {}\n",
@@ -932,11 +928,6 @@ IN_A_FILE = {
     "alias deep": (
         DEEP_BY_ALIASES,
         "FILE:48 nests deeper than 50 levels; write it flatter",
-    ),
-    "fault in merged": (
-        MESH + "_base: &base\n  row: data\n  column: tensr\nlayer1:\n  <<: *base\n",
-        'signal "_base" (FILE:5) names mesh axis "tensr", which is not in jshard.mesh (FILE:2: data, '
-        'tensor); did you mean "tensor"?',
     ),
     "fault in alias": (
         MESH + "  train: {batch: &x -3, steps: *x}\n",
