@@ -281,7 +281,7 @@ def _donated(arguments: Arguments, parameters: Mapping[Path, Any]) -> list[bool]
 
 
 def _layout(x: jax.Array) -> Layout | None:
-    found = x.layout if isinstance(x, Uncreated) else None if isinstance(x, jax.ShapeDtypeStruct) else Layout.of(x)
+    found = Layout.of(x)
     return found if found is not None and found.mesh == mesh() else None
 
 

@@ -20,7 +20,7 @@ from flax.errors import TraceContextError
 from jax._src.config import trace_context
 from jax._src.util import register_cache, weakref_lru_cache
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jshard.errors import JShardError
 from jshard.layers.call_arguments import OUTSIDE, PARAMETER, VARIABLE, Arguments, Structure, WrittenBack
@@ -384,8 +384,5 @@ def _is_key(x: Shaped) -> bool:
 
 
 def _layout(x: jax.Array, on: Mesh) -> Layout | None:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        found = Layout.from_sharding(x.sharding, x.ndim) if isinstance(x.sharding, NamedSharding) else None
-    else:
-        found = Layout.of(x)
+    found = Layout.of(x)
     return found if found is not None and found.mesh.shape == on.shape else None

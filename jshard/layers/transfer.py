@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jshard.errors import JShardError, kind_of, quoted
+from jshard.layouts.gathering import kind, raw, typed
 from jshard.layouts.index_ranges import boxes_of, holders, overlap
 from jshard.layouts.layout import Layout, Placement, as_layout
 from jshard.layouts.mesh import sizes_of
@@ -103,9 +104,7 @@ def _across(x: jax.Array, layout: Layout, label: str) -> jax.Array:
 
 def _of_numbers(x: jax.Array, moved: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Move `x`, a random key as the numbers that it is made of."""
-    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return moved(x)
-    return jax.random.wrap_key_data(moved(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+    return typed(moved(raw(x)), kind(x))
 
 
 def _layout(label: str, x: jax.Array, mesh: Mesh) -> Layout:

@@ -81,11 +81,6 @@ class Uncreated(jax.ShapeDtypeStruct):
         object.__setattr__(self, "recipe", recipe)
         object.__setattr__(self, "number", number)
 
-    @property
-    def layout(self) -> Layout | None:
-        """The layout that is known for the array."""
-        return None if self.sharding is None else Layout.from_sharding(self.sharding, self.ndim)
-
     def at(self, sharding: Any, dtype: Any = None) -> Uncreated:
         """Return the shape with another sharding and dtype."""
         return Uncreated(self, self.recipe, self.number, dtype or self.dtype, sharding)
@@ -109,5 +104,5 @@ def created(arrays: Sequence[Any]) -> list[Any]:
     missing = [x for x in arrays if isinstance(x, Uncreated)]
     if missing and not trace_state_clean():
         missing[0].refuse()
-    make = lambda x: create_by(x.drawn, x.layout or replicated(mesh(), x.ndim))
+    make = lambda x: create_by(x.drawn, Layout.of(x) or replicated(mesh(), x.ndim))
     return [make(x) if isinstance(x, Uncreated) else x for x in arrays]

@@ -131,7 +131,9 @@ class Layout:
 
     @classmethod
     def of(cls, x: object) -> Layout | None:
-        """Where `x` lies, when that can be known: from its type on an explicit mesh, else from the array itself."""
+        """Where `x` lies, when that can be known: from its type on an explicit mesh, else from the array or shape itself."""
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return cls.from_sharding(x.sharding, x.ndim) if isinstance(x.sharding, NamedSharding) else None
         typed = jax.typeof(x).sharding
         if typed is not None and not typed.mesh.empty and typed.mesh.are_all_axes_explicit:
             concrete = None if isinstance(x, Tracer) else getattr(x, "sharding", None)

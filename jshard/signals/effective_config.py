@@ -8,7 +8,6 @@ from typing import Any
 
 from jshard.errors import Location
 from jshard.signals.config import Configuration, Pipeline
-from jshard.signals.schema import COLLECTIVES
 from jshard.signals.signal import Signal
 
 
@@ -27,7 +26,7 @@ def lines(configuration: Configuration) -> Iterator[tuple[Location, str, str]]:
     for signal in configuration.signals.values():
         says = list(_keys(signal))
         for key, value in says:
-            yield signal.at(_written(signal, key)), f"{signal.name}.{key}", value
+            yield signal.at(key), f"{signal.name}.{key}", value
         if not says:
             yield signal.place, signal.name, "{}"
 
@@ -35,13 +34,6 @@ def lines(configuration: Configuration) -> Iterator[tuple[Location, str, str]]:
 def pipeline_keys(pipeline: Pipeline) -> dict[str, Any]:
     """Return what stands under `jshard.pipeline`; the number of microbatches is a key of the experiment."""
     return {key: value for key, value in changed(pipeline).items() if key not in ("place", "microbatches")}
-
-
-def _written(signal: Signal, key: str) -> str:
-    """The key as it is written: `expect.psum` is known as `expect.all_reduce`."""
-    head, _, word = key.partition(".")
-    spelled = [f"{head}.{each}" for each, name in COLLECTIVES.items() if name == word]
-    return next((each for each in spelled if each in signal.places), key)
 
 
 def _keys(signal: Signal) -> Iterator[tuple[str, str]]:

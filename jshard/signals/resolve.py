@@ -10,7 +10,7 @@ from typing import Any
 from jshard.errors import Location, did_you_mean, quoted
 from jshard.signals.faults import Faults, Path
 from jshard.signals.nodes import DEEPEST, Node
-from jshard.signals.schema import COLLECTIVES, JSHARD, JSHARD_TABLE, SIGNAL, SIGNAL_TABLE, TRAIN
+from jshard.signals.schema import JSHARD, JSHARD_TABLE, SIGNAL, SIGNAL_TABLE, TRAIN
 from jshard.signals.signal import AXIS_KEYS, PRODUCT, DTypes, Matcher, Shard, Signal, is_glob
 from jshard.signals.synonyms import meant
 from jshard.signals.value_types import Reading
@@ -224,7 +224,7 @@ def _signal(written: Written, head: dict[str, Any], faults: Faults) -> Signal:
         values["shard"] = _shard(written, values["shard"], faults)
     values["dtype"] = DTypes(**values.get("dtype", {}))
     values["kernel"] = tuple(sorted({**head.get("kernel", {}), **values.get("kernel", {})}.items()))
-    values["expect"] = _expect(written, values.get("expect", {}), faults)
+    values["expect"] = tuple(sorted(values.get("expect", {}).items()))
     signal = Signal(written.name, written.place, written.places, **values)
     _check_axes(signal, faults)
     _check_output(signal, written.broken, faults)
@@ -317,17 +317,6 @@ def _shard(written: Written, values: dict[str, Any], faults: Faults) -> Shard:
     # GT writes an axis beside `replicated: true` and means nothing by it
     axis = None if replicated else values.get("axis")
     return Shard(axis, values.get("workers") or None, values.get("mesh", ()), replicated)
-
-
-def _expect(written: Written, values: dict[str, int], faults: Faults) -> tuple[tuple[str, int], ...]:
-    found: dict[str, tuple[str, int]] = {}
-    for word, count in values.items():
-        name = COLLECTIVES.get(word, word)
-        if name in found:
-            wrong = f"expects both {found[name][0]} and {word}, which are one collective"
-            _add(faults, written, f"expect.{word}", wrong, "keep one")
-        found[name] = (word, count)
-    return tuple((name, count) for name, (_, count) in sorted(found.items()))
 
 
 def _check_axes(signal: Signal, faults: Faults) -> None:

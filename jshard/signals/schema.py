@@ -29,11 +29,7 @@ from jshard.signals.value_types import (
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 IMPORT_PATH = text("an import path", "examples.digits:Model", r"\w+(\.\w+)*:\w+(\.\w+)*")
 
-# The words of `expect` -> the name of the collective in the ledger.
-COLLECTIVES = {
-    "all_reduce": "all_reduce", "psum": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
-    "psum_scatter": "reduce_scatter", "permute": "permute", "all_to_all": "all_to_all",
-}  # fmt: skip
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "permute", "all_to_all")
 
 
 def _component(what: str, example: str, further: dict[str, Key] | None = None, instead: Keys | None = None) -> Key:
@@ -242,7 +238,7 @@ SIGNAL: dict[str, Key] = {
     "extends": Key(Names("the name of a signal or a list of names", "_template"), "Start from the keys of these."),
     "expect": Key(
         Keys(
-            {word: Key(integer("1", least=0), f"How many times {name} runs.") for word, name in COLLECTIVES.items()}
+            {name: Key(integer("1", least=0), f"How many times {name} runs.") for name in COLLECTIVES}
             | {"bytes": Key(size(), "The most bytes on the wire per device, as in 64MiB.")}
         ),
         "A promise about collectives that `jshard check` holds.",

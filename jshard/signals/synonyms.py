@@ -56,6 +56,8 @@ WORDS = {
     "sum": "all_reduce allreduce psum",
     "scatter": "reduce_scatter psum_scatter",
     "ulysses": "all_to_all alltoall",
+    "all_reduce": "psum allreduce",
+    "reduce_scatter": "psum_scatter",
     "auto": "gspmd shardy",
     "explicit": "manual shard_map",
     "zero_bubble": "zb zb1p zbh1 zb_h1 zbvzerobubble interleavedzerobubble",

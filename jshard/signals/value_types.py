@@ -85,13 +85,14 @@ def text(wants: str, example: str, form: str = r"(?s).+") -> Single:
     return Single(wants, example, parse, {"type": "string", "minLength": 1})
 
 
+def _one_of(meanings: Mapping[str | bool, str | bool]) -> Callable[[object], str | bool | None]:
+    """Return how a word, true or false is read: as what it means."""
+    return lambda value: meanings.get(value) if isinstance(value, str | bool) else None
+
+
 def choice(words: tuple[str, ...]) -> Single:
     """One word of a few."""
-
-    def parse(value: object) -> str | None:
-        return value if isinstance(value, str) and value in words else None
-
-    return Single(listed(words), words[0], parse, {"enum": list(words)}, words)
+    return Single(listed(words), words[0], _one_of(dict(zip(words, words, strict=True))), {"enum": list(words)}, words)
 
 
 LAYERS = re.compile(r"([0-9]{1,6})(?:\.\.([0-9]{1,6}))?")
@@ -146,23 +147,15 @@ class Stages:
         return {"anyOf": [{"enum": [*self.words]}, number, {**ranges, "minProperties": 1}]}
 
 
-BOOLEAN = {"type": "boolean"}
-
-
 def flag(example: str = "true") -> Single:
-    return Single("true or false", example, lambda value: value if isinstance(value, bool) else None, BOOLEAN)
+    return Single("true or false", example, _one_of({True: True, False: False}), {"type": "boolean"})
 
 
 def flag_or(words: tuple[str, ...]) -> Single:
     """One word of a few; true is the first of them, and false none."""
-
-    def parse(value: object) -> str | None:
-        if isinstance(value, bool):
-            return words[0] if value else ""
-        return value if isinstance(value, str) and value in words else None
-
-    form = {"enum": [*words, True, False]}
-    return Single(f"{', '.join(words)}, true or false", words[0], parse, form, (*words, "true", "false"))
+    meanings = {**dict(zip(words, words, strict=True)), True: words[0], False: ""}
+    wants, form = f"{', '.join(words)}, true or false", {"enum": [*words, True, False]}
+    return Single(wants, words[0], _one_of(meanings), form, (*words, "true", "false"))
 
 
 def whole_number(value: object) -> int | None:

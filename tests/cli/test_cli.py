@@ -114,7 +114,7 @@ two: {column: tensor, output: gather, store: data, backward: one, compile: true}
 three: {reduction: tensor, sequence: tensor, output: scatter, store: {optimizer: data}}
 four: {shard: {axis: 1, workers: [0, 1]}}
 five: {shard: {workers: null, replicated: true}}
-six: {shard: {axis: 0, mesh: data}, expect: {psum: 1, bytes: 64MiB}}
+six: {shard: {axis: 0, mesh: data}, expect: {all_reduce: 1, bytes: 64MiB}}
 seven: {match: ["a/**", "**"]}
 eight: {shard: {axis: 1, workers: [2, 3]}, backward: four, compile: true}
 """)
@@ -138,14 +138,16 @@ eight: {shard: {axis: 1, workers: [2, 3]}, backward: four, compile: true}
 def test_cli_check_holds_what_signals_expect(capsys, tmp_path):
     text = Path(DIGITS).read_text()
     path = tmp_path / "digits.yaml"
-    path.write_text(text.replace("reduction: tensor}", "reduction: tensor, expect: {psum: 3, bytes: 4520}}"))
+    path.write_text(text.replace("reduction: tensor}", "reduction: tensor, expect: {all_reduce: 3, bytes: 4520}}"))
     status, out, err = typed(capsys, "check", str(path), "--trust")
     assert (status, out[-1], err) == (0, "2 of 2 expectations hold", [])
-    status, _, err = typed(capsys, "check", str(path), "--trust", "layer2.expect.psum=1", "layer2.expect.bytes=4KiB")
+    status, _, err = typed(
+        capsys, "check", str(path), "--trust", "layer2.expect.all_reduce=1", "layer2.expect.bytes=4KiB"
+    )
     assert (status, err) == (
         1,
         [
-            'signal "layer2" (the command line) expects 1 psum, and 3 are asked for; write psum: 3, or see jshard '
+            'signal "layer2" (the command line) expects 1 all_reduce, and 3 are asked for; write all_reduce: 3, or see jshard '
             "explain",
             'signal "layer2" (the command line) expects at most 4,096 bytes on the wire per device, and 4,520 are '
             "asked for; write bytes: 4520, or see jshard explain",
@@ -294,7 +296,7 @@ def test_cli_explain_prints_json(capsys):
 
 SENTENCES = [
     (
-        ["check", "configs/mlp.yaml", "layer1.expect.psum=1"],
+        ["check", "configs/mlp.yaml", "layer1.expect.all_reduce=1"],
         'signal "layer1" (the command line) expects what can only be read from a training step, and configs/mlp.yaml names '
         "none; write model and data under jshard.train, or remove it",
     ),

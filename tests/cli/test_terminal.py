@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 YAML = """jshard:
   mesh: {data: 2, tensor: 4}
-up: {row: data, column: tensor, expect: {psum: 2}}
+up: {row: data, column: tensor, expect: {all_reduce: 2}}
 down: {row: data, reduction: tensor}
 """
 LOSS = ["folded:loss", "--config", "mlp.yaml", "--args", "folded:model", "float32[8,8]@data"]
@@ -169,7 +169,7 @@ def test_command_prints_one_document_with_a_version(name, capsys):
 
 
 def test_check_document_tells_what_is_broken(capsys):
-    assert main(["check", "folded:loss", "up.expect.psum=9", *LOSS[1:], "--json"]) == 1
+    assert main(["check", "folded:loss", "up.expect.all_reduce=9", *LOSS[1:], "--json"]) == 1
     out, err = capsys.readouterr()
     document = json.loads(out)
     assert document["ok"] is False
@@ -177,7 +177,7 @@ def test_check_document_tells_what_is_broken(capsys):
     assert (each["path"], each["function"], each["holds"]) == ("mlp.yaml", "folded:loss", [])
     assert each["meaning"][0] == {"place": "mlp.yaml:2", "says": "mesh {data: 2, tensor: 4} of 8 devices, explicit"}
     assert each["broken"] == [
-        'signal "up" (the command line) expects 9 psum, and 2 are asked for; write psum: 2, or see jshard explain'
+        'signal "up" (the command line) expects 9 all_reduce, and 2 are asked for; write all_reduce: 2, or see jshard explain'
     ]
     assert "psum" not in err
 

@@ -124,7 +124,7 @@ def test_config_reads_every_key_of_a_signal():
         "jshard: {mesh: {data: 2, tensor: 2, pipe: 2}}\n"
         "all: {row: data, column: [tensor, pipe], sequence: tensor, store: data, output: gather, backward: other,\n"
         "      compile: true, dtype: {param: float32, compute: bfloat16, reduce: float32}, remat: true,\n"
-        "      expect: {all_gather: 2, bytes: 1.5KiB, psum_scatter: 1}}\n"
+        "      expect: {all_gather: 2, bytes: 1.5KiB, reduce_scatter: 1}}\n"
         "other: {reduction: tensor, store: {optimizer: [data, pipe]}, output: scatter}\n"
         "kept: {store: {parameters: data, keep: true}}\n"
         "array: {shard: {axis: -1, mesh: [data, tensor]}}\n"
@@ -246,7 +246,7 @@ def test_fingerprint_is_equal_for_what_places_alike():
     alike = [
         "jshard: {mesh: {a: 2}}\nx: {row: a}\ny: {}\n",
         "# a comment\n\ny: {}\nx:\n  row: [a]\njshard: {train: {steps: 3}, strict: true, mesh: {a: 2}}\n",
-        "jshard: {mesh: {a: 2}}\n_t: {row: a}\nx: {extends: _t, expect: {psum: 1}}\ny: {}\n",
+        "jshard: {mesh: {a: 2}}\n_t: {row: a}\nx: {extends: _t, expect: {all_reduce: 1}}\ny: {}\n",
     ]
     others = [
         "jshard: {mesh: {a: 4}}\nx: {row: a}\ny: {}\n",

@@ -20,7 +20,7 @@ a:
   dtype: {compute: bfloat16}
   kernel: {matmul: xla, all_reduce: one_shot}
   expect:
-    psum: 1
+    all_reduce: 1
     all_gather: 2
     permute: 3
 b: {}

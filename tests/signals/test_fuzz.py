@@ -28,7 +28,7 @@ jshard:
 _base: &base {row: data, dtype: {compute: bfloat16}}
 layer1: {extends: _base, column: [tensor], output: keep}
 layer2: {extends: _base, reduction: tensor, output: scatter, backward: layer1}
-block*/attn: {store: {optimizer: data}, remat: true, expect: {psum: 1, bytes: 64MiB}}
+block*/attn: {store: {optimizer: data}, remat: true, expect: {all_reduce: 1, bytes: 64MiB}}
 "decoder/mlp":
   shard:
     axis: 0

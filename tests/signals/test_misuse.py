@@ -480,8 +480,8 @@ IN_A_FILE = {
         "twice; use another mesh axis for one of them",
     ),
     "fewer than no collective": (
-        MESH + "layer1: {expect: {psum: 0}}\nlayer2: {expect: {psum: -1}}\n",
-        'signal "layer2" (FILE:4) has expect.psum: -1, which is not a whole number of 0 or more; write psum: 1',
+        MESH + "layer1: {expect: {all_reduce: 0}}\nlayer2: {expect: {all_reduce: -1}}\n",
+        'signal "layer2" (FILE:4) has expect.all_reduce: -1, which is not a whole number of 0 or more; write all_reduce: 1',
     ),
     "key again deeper": (
         MESH + "  train: {steps: 1, steps: 2}\na: {shard: {axis: 0, axis: 1}}\n",
@@ -748,16 +748,12 @@ IN_A_FILE = {
         "jshard.train.output (FILE:3) is 3, which is not a folder; write output: runs/mlp",
     ),
     "expect word": (
-        MESH + "layer1: {expect: {psums: 1}}\n",
-        'signal "layer1" (FILE:3) has an unknown key "expect.psums"; did you mean "expect.psum"?',
+        MESH + "layer1: {expect: {psum: 1}}\n",
+        'signal "layer1" (FILE:3) has an unknown key "expect.psum"; write expect.all_reduce',
     ),
     "expect count": (
-        MESH + "layer1: {expect: {psum: -1}}\n",
-        'signal "layer1" (FILE:3) has expect.psum: -1, which is not a whole number of 0 or more; write psum: 1',
-    ),
-    "expect twice": (
-        MESH + "layer1: {expect: {psum: 1, all_reduce: 2}}\n",
-        'signal "layer1" (FILE:3) expects both psum and all_reduce, which are one collective; keep one',
+        MESH + "layer1: {expect: {all_reduce: -1}}\n",
+        'signal "layer1" (FILE:3) has expect.all_reduce: -1, which is not a whole number of 0 or more; write all_reduce: 1',
     ),
     "expect bytes": (
         MESH + "layer1: {expect: {bytes: 64 MegaBytes}}\n",

@@ -165,14 +165,14 @@ def test_schema_refuses_wrong_types_and_unknown_keys():
         {"a": {"stage": "x"}}, {"jshard": {"train": {"batch": 0}}}, {"jshard": {"mesh": {}}}, {"jshard": {"mesh": {"a": -2}}},
         *({"a": {"shard": {"axis": 0, "workers": workers}}} for workers in ([], [-1], [0, 0])), {"a": {"row": ["a", "a"]}},
         {"a": {"row": ""}}, {"jshard": {"budget": -1}}, {"jshard": {"default": ""}},
-        {"a": {"expect": {"psum": -1}}},
+        {"a": {"expect": {"all_reduce": -1}}},
     ):  # fmt: skip
         assert not accepts(schema, wrong, schema), wrong
     for right in (
         {"a": {"shard": {"axis": 0, "workers": [0]}}},
         {"jshard": {"mesh": {"a": 1}, "default": "a"}},
         {"jshard": {"budget": 0}},
-        {"a": {"expect": {"psum": 0}}},
+        {"a": {"expect": {"all_reduce": 0}}},
     ):
         assert accepts(schema, right, schema), right
 

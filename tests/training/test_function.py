@@ -201,10 +201,10 @@ def test_function_has_a_baseline_of_its_own_and_holds_promises(capsys):
     command = "jshard check mine:loss --config mlp.yaml --args mine:model 'float32[8,8]@data'"
     assert Path("mlp.mine.loss.baseline").read_text().splitlines()[0].endswith(f"Held by: {command}")
     assert typed(capsys, "check", *words)[1].splitlines()[-1] == "as mlp.mine.loss.baseline holds"
-    status, _, err = typed(capsys, "check", *words, "down.reduction=[]", "up.expect.psum=9")
+    status, _, err = typed(capsys, "check", *words, "down.reduction=[]", "up.expect.all_reduce=9")
     assert status == 1
     assert err.splitlines() == [
-        'signal "up" (the command line) expects 9 psum, and 2 are asked for; write psum: 2, or see jshard explain',
+        'signal "up" (the command line) expects 9 all_reduce, and 2 are asked for; write all_reduce: 2, or see jshard explain',
         'signal "down" (mlp.yaml:4) asks for 1 all_gather more over tensor in forward than mlp.mine.loss.baseline, 192 B on '
         f"the wire; accept it: {command} --update",
         'signal "down" (mlp.yaml:4) asks for 384 B more on the wire by all_reduce over data in backward than '

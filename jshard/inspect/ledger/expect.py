@@ -8,7 +8,6 @@ from jshard.inspect.ledger.entries import Left, Line
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.printing.units import exact_size
 from jshard.signals.config import Configuration
-from jshard.signals.schema import COLLECTIVES
 from jshard.signals.signal import Signal
 
 
@@ -63,20 +62,13 @@ def _unknown(signal: Signal, name: str, left: list[Left]) -> JShardError:
 
 
 def _broken(signal: Signal, name: str, what: str, promised: int, found: int) -> JShardError:
-    words = {COLLECTIVES.get(key, key): key for key in _written(signal)}
-    word = words.get(what, what)
-    who = f'signal "{name}" ({signal.at(f"expect.{word}")})'
-    hint = f"write {word}: {found}, or see jshard explain"
+    who = f'signal "{name}" ({signal.at(f"expect.{what}")})'
+    hint = f"write {what}: {found}, or see jshard explain"
     if what == "bytes":
         fault = f"{who} expects at most {promised:,} bytes on the wire per device, and {found:,} are asked for"
     else:
-        fault = f"{who} expects {promised} {word}, and {found} {'is' if found == 1 else 'are'} asked for"
+        fault = f"{who} expects {promised} {what}, and {found} {'is' if found == 1 else 'are'} asked for"
     return JShardError(fault, hint=hint)
-
-
-def _written(signal: Signal) -> list[str]:
-    """The keys of `expect` in the user's own words: psum for all_reduce."""
-    return [key.removeprefix("expect.") for key in signal.places if key.startswith("expect.")]
 
 
 def over_budget(ledger: Ledger, configuration: Configuration) -> str | None:

@@ -70,7 +70,7 @@ def test_a_promise_of_a_signal_whose_name_sorts_before_a_dash_is_kept():
     ("lines", "expected", "fault"),
     [
         ([line()], {"all_reduce": 2}, "2 all_reduce, and 1 is asked for; write all_reduce: 1"),
-        ([], {"psum": 1}, "1 psum, and 0 are asked for; write psum: 0"),
+        ([], {"permute": 1}, "1 permute, and 0 are asked for; write permute: 0"),
         ([line("permute", 2)], {"permute": 3}, "3 permute, and 2 are asked for; write permute: 2"),
         ([line("permute", 2)], {"permute": 1}, "1 permute, and 2 are asked for; write permute: 2"),
         (

@@ -248,7 +248,7 @@ def test_record_keeps_every_key_of_a_signal(tmp_path):
             },
             "b": {"reduction": "tensor", "output": "scatter", "store": {"optimizer": "data"}, "backward": "a"},
             "c": {"shard": {"axis": 1, "workers": [0, 1]}, "compile": True},
-            "d": {"shard": {"mesh": "data", "axis": 0}, "expect": {"psum": 2, "bytes": "1MiB"}},
+            "d": {"shard": {"mesh": "data", "axis": 0}, "expect": {"all_reduce": 2, "bytes": "1MiB"}},
             "e": {"shard": {"replicated": True}},
             "f": {"column": "tensor", "sequence": "tensor", "store": "data"},
         }

@@ -410,7 +410,8 @@ def test_jshard_log_with_an_unknown_word_ends_every_command():
 
 def test_configuration_is_told_key_by_key_with_the_line_of_each(heard):
     jshard.load(
-        "configs/digits.yaml", ["layer1.dtype.param=bfloat16", "layer1.expect.psum=1", "layer2.store.optimizer=data"]
+        "configs/digits.yaml",
+        ["layer1.dtype.param=bfloat16", "layer1.expect.all_reduce=1", "layer2.store.optimizer=data"],
     )
     told = [(fields["place"], fields["key"], fields["value"]) for what, fields in heard if what == "config"]
     assert told[:3] == [
