@@ -16,7 +16,7 @@ from jshard.errors import JShardError, printable
 from jshard.printing.table import table
 from jshard.signals.claims import Claim, claims, found_claims
 from jshard.signals.config import Configuration
-from jshard.signals.parameter_path import repeats
+from jshard.signals.globs import repeats
 from jshard.signals.topologies import fitted
 from jshard.signals.trust import Untrusted
 from jshard.training.settings import Settings

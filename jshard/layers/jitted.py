@@ -17,10 +17,10 @@ from jax.core import Tracer
 from jshard.errors import JShardError
 from jshard.layers.call_arguments import PARAMETER, Arguments, Path, WrittenBack, is_array
 from jshard.layers.call_cache import Snapshot, names, take
+from jshard.layers.creating import Uncreated, realized
 from jshard.layers.layer import built_arrays, is_by_layers
 from jshard.layers.recording import Taken, recording
 from jshard.layers.sharding import as_sharded, check_program, shard
-from jshard.layers.uncreated import Uncreated, created
 from jshard.layers.user_code_errors import boundary, check_takes_its_models, in_own_words
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import slashed, words_of
@@ -127,7 +127,7 @@ class JittedProgram:
         self.program = jax.jit(self._body, donate_argnums=0 if donate else ())
 
     def __call__(self, arguments: Arguments) -> Any:
-        arrays = created(self.placed(arguments.arrays))
+        arrays = realized(self.placed(arguments.arrays))
         inside = list(zip(arrays, arguments.arrays, strict=True))[: arguments.in_nodes]
         if any(x is not before and not isinstance(x, Tracer) for x, before in inside):
             nnx.update((arguments.nodes,), *self.structure.states_of(arrays))

@@ -18,8 +18,7 @@ from jshard.layouts.paths import slashed, words_of
 from jshard.programs.jaxprs import Shaped
 from jshard.signals.config import Configuration
 from jshard.signals.faults import listed
-from jshard.signals.globs import OTHERS, Glob
-from jshard.signals.parameter_path import ParameterPath
+from jshard.signals.globs import OTHERS, Glob, ParameterPath
 
 
 def trees_of_parameters(given: Mapping[str, Any], names: Sequence[str] = ("params",)) -> dict[str, Any]:

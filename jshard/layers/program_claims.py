@@ -17,7 +17,7 @@ from jshard.programs.provenance import Cause, source_of
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.claims import Claim, claims, staged
 from jshard.signals.config import Configuration
-from jshard.signals.parameter_path import below
+from jshard.signals.globs import below
 from jshard.signals.plain_layers import LAYERS
 from jshard.signals.signal import Signal
 

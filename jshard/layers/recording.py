@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
+from jshard.layers.creating import Uncreated
 from jshard.layers.roles import Placed
-from jshard.layers.uncreated import Uncreated
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import redistribute
 from jshard.programs.jaxprs import Jaxpr, OpenJaxpr, bare, bodies

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from jshard.errors import JShardError
 from jshard.layers.call_arguments import OUTSIDE, PARAMETER, VARIABLE, Arguments, Structure, WrittenBack
+from jshard.layers.creating import realized
 from jshard.layers.layer import built_arrays
 from jshard.layers.linen import check_nothing_looks_like_parameters, has_params, is_callable_tree, trees_of_parameters
 from jshard.layers.partition import Input, Microbatches, Program
@@ -32,7 +33,6 @@ from jshard.layers.pipeline.numbered import PipelinedPieces
 from jshard.layers.pipeline.stacked import Pipelined
 from jshard.layers.program_claims import active_signals, program_claims
 from jshard.layers.recording import Taken, recorder
-from jshard.layers.uncreated import created
 from jshard.layers.user_code_errors import (
     check_mesh_is_known,
     check_numbers,
@@ -48,7 +48,7 @@ from jshard.programs.jaxprs import Jaxpr, Shaped, closed_over, equations
 from jshard.programs.provenance import said, scope
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.claims import Claim
-from jshard.signals.parameter_path import ParameterPath, below
+from jshard.signals.globs import ParameterPath, below
 from jshard.signals.scope import entering, scopes, unplaced
 from jshard.signals.signal import Signal
 
@@ -110,7 +110,7 @@ class Call:
             if every or array.path or argument in self.trees:
                 x = Taken(layout, array.dtype if array.path else None).put(x, label)
             arrays.append(x)
-        return created(arrays)
+        return realized(arrays)
 
     def kept(self, placed: list[Any]) -> list[Any]:
         """Give NNX models the parameters among these arrays, and return the trees of parameters with theirs."""

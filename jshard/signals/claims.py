@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from jshard.errors import JShardError, Location, nearest, quoted
 from jshard.signals.config import Configuration
 from jshard.signals.faults import Faults, listed
-from jshard.signals.globs import LONGEST, OTHERS, Glob, narrowed, patterns, respelt, spellings
-from jshard.signals.parameter_path import ParameterPath, below
+from jshard.signals.globs import LONGEST, OTHERS, Glob, ParameterPath, below, narrowed, patterns, respelt, spellings
 from jshard.signals.signal import Signal
 
 

@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 
 import jshard
 from jshard.errors import JShardError
-from jshard.layers.uncreated import Uncreated
+from jshard.layers.creating import Uncreated
 from jshard.layouts import creation
 from jshard.signals.active_config import unload
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jshard.signals.parameter_path import repeats
+from jshard.signals.globs import repeats
 
 CASES = {
     "numbers": ("blocks/0/up/kernel blocks/1/up/kernel", "blocks/*/up/kernel 2"),

@@ -18,7 +18,7 @@ from jshard.layouts.redistribution import Axes, replicated
 from jshard.programs.jaxprs import Shaped
 from jshard.programs.provenance import source_of
 from jshard.signals.active_config import configuration, mesh
-from jshard.signals.parameter_path import below, repeats
+from jshard.signals.globs import below, repeats
 from jshard.signals.signal import Signal
 
 # of a signal, that split parameters or what belongs to them

@@ -31,8 +31,8 @@ from jshard.layouts.mesh import is_explicit, present_mesh
 from jshard.layouts.paths import keys_of, words_of
 from jshard.programs.jaxprs import Shaped, equations
 from jshard.signals.active_config import configuration
+from jshard.signals.globs import below
 from jshard.signals.keys import unused
-from jshard.signals.parameter_path import below
 from jshard.signals.scope import entering
 
 

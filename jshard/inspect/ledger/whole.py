@@ -18,7 +18,7 @@ from jshard.layers.roles import Placed, Roles
 from jshard.layouts.paths import slashed
 from jshard.programs.jaxprs import Jaxpr
 from jshard.signals.active_config import configuration, mesh
-from jshard.signals.parameter_path import repeats
+from jshard.signals.globs import repeats
 from jshard.signals.signal import Signal
 
 MOST = 12

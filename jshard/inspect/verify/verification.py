@@ -12,7 +12,7 @@ from typing import Any
 from jshard.inspect.verify.first_divergence import FirstDivergence
 from jshard.printing.table import Block, Rows, Shown
 from jshard.programs.provenance import Cause
-from jshard.signals.parameter_path import repeats
+from jshard.signals.globs import repeats
 
 ROUNDING = 1e-9  # how far 64 bits may be off after any sums
 
