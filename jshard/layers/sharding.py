@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 from jax.core import Tracer
-from jax.tree_util import all_leaves
 
 from jshard.errors import JShardError, kind_of
 from jshard.layers.layer import AuxLoss, is_by_layers, is_sharded, parameters_by_path
@@ -47,8 +46,7 @@ def shard(program: Callable[P, R], *, parameters: str | Sequence[str] = "params"
 def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a model, or a function that takes one, on each device's part, as the signals say that claim its parameters.
 
-    A model of Equinox is returned as one of a subclass, which places its parameters by `args` and whose call is partitioned. An
-    NNX model keeps its class and code; the parameters of it are placed by a trace of its call with `args`, which may be
+    An NNX model keeps its class and code; the parameters of it are placed by a trace of its call with `args`, which may be
     `jax.ShapeDtypeStruct`s, else by its first call. A Linen module keeps them too: its `init` returns placed variables, and its
     `apply` is partitioned. Of a function `parameters` names the arguments that are trees of parameters ("params"); Linen's
     variables, a TrainState and a model of Equinox are such trees under any name. `shard(f).place(*args)` returns them placed.
@@ -67,7 +65,10 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
             place(program, *args, **kwargs)
         return program
     if is_callable_tree(program):
-        return _sharded_tree(program, args, kwargs)
+        raise JShardError(
+            f"jshard.shard was given a {type(program).__name__}, which is a tree of arrays",
+            hint="write loss = jshard.shard(loss) and model = loss.place(model, ...), which returns it placed",
+        )
     if not isinstance(program, nn.Module):
         check_program("jshard.shard", program)
     names = kwargs.pop("parameters", ("params",)) if not isinstance(program, nn.Module) else ()
@@ -161,23 +162,6 @@ def _subclass(cls: Any, names: dict[str, Any]) -> type:
 
 def _unpickled(cls: Any, make: Callable[..., Any], *rest: Any) -> Any:
     return make(_sharded_linen_class(cls) if issubclass(cls, nn.Module) else _sharded_class(cls), *rest)
-
-
-def _sharded_tree(model: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a callable tree of arrays, as of Equinox, whose call is partitioned, with its parameters where a call with these
-    arguments has them."""
-    original = getattr(type(model), "_jshard_original", type(model))
-    if args or kwargs:
-        model = _placed(original.__call__, (model, *args), kwargs)
-    sharded = object.__new__(_sharded_class(original))
-    for name, value in vars(model).items():  # a frozen dataclass
-        object.__setattr__(sharded, name, value)
-    if all_leaves([sharded]):  # what registers the class does not register its subclasses, as Equinox does
-        raise JShardError(
-            f"jshard.shard was given a {type(model).__name__}, which is a tree of arrays, and can't make a subclass of it",
-            hint="write loss = jshard.shard(loss) and model = loss.place(model, ...), which returns it placed",
-        )
-    return sharded
 
 
 @functools.cache

@@ -46,15 +46,15 @@ def test_a_model_is_placed_and_its_call_is_partitioned(types):
     jshard.load(
         {"jshard": mesh, "up": {"column": "tensor", "match": ["up"]}, "rest": {"store": "data", "match": ["**"]}}
     )
-    model = jshard.shard(plain, X)
+    call = jshard.shard(lambda model, x: model(x))
+    model = call.place(plain, X)
     assert isinstance(model, Net) and not isinstance(plain.up.sharding, jax.NamedSharding)
     assert [each.sharding.spec[:2] for each in (model.up, model.down.weight)] == [(None, "tensor"), ("data", None)]
-    assert_equal(model(X), expected)
-    assert_equal(jshard.shard(plain)(X), expected)
-    found = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, X)
+    assert_equal(call(model, X), expected)
+    found = eqx.filter_jit(eqx.filter_value_and_grad(jshard.shard(loss)))(model, X)
     assert_equal(found, (value, gradient))
     assert found[1].up.sharding.spec == jax.P(None, "tensor")
-    assert [each.parameter for each in jshard.explain(model, X).claims] == ["up", "down/weight", "down/bias"]
+    assert [each.parameter for each in jshard.explain(call, model, X).claims] == ["up", "down/weight", "down/bias"]
 
     @jshard.jit
     def step(model, x):
@@ -64,4 +64,4 @@ def test_a_model_is_placed_and_its_call_is_partitioned(types):
     told, after = step(model, X)
     assert_equal((told, after), (value, jax.tree.map(lambda w, g: w - g, plain, gradient)))
     assert type(after) is type(model) and after.up.sharding.spec == jax.P(None, "tensor")
-    assert_equal(after(X), jax.tree.map(lambda w, g: w - g, plain, gradient)(X))
+    assert_equal(call(after, X), jax.tree.map(lambda w, g: w - g, plain, gradient)(X))
