@@ -749,7 +749,7 @@ IN_A_FILE = {
     ),
     "expect word": (
         MESH + "layer1: {expect: {psum: 1}}\n",
-        'signal "layer1" (FILE:3) has an unknown key "expect.psum"; write expect.all_reduce',
+        'signal "layer1" (FILE:3) has an unknown key "expect.psum"; did you mean "expect.all_reduce"?',
     ),
     "expect count": (
         MESH + "layer1: {expect: {all_reduce: -1}}\n",

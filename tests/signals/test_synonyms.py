@@ -8,7 +8,7 @@ import pytest
 
 from jshard.errors import JShardError
 from jshard.signals.config import load_configuration
-from jshard.signals.schema import DTYPES, JSHARD, SIGNAL, TRAIN
+from jshard.signals.schema import COLLECTIVES, DTYPES, JSHARD, SIGNAL, TRAIN
 from jshard.signals.synonyms import MESH_AXES, WORDS, meant
 
 HEAD = "jshard:\n  mesh: {data: 2, tensor: 4}\n"
@@ -112,7 +112,7 @@ def test_signals_may_have_the_names_of_other_frameworks(tmp_path):
 
 def test_each_row_begins_with_a_word_of_ours():
     ours = {*SIGNAL, *JSHARD, *TRAIN, *DTYPES, "full", "products", "false", "gather", "sum", "scatter", "ulysses"}
-    ours |= {"auto", "explicit", "zero_bubble"}
+    ours |= {"auto", "explicit", "zero_bubble", *COLLECTIVES}
     heads = {row: re.split(r"\W", row)[0] for row in WORDS}
     assert {*heads.values()} <= ours
     assert [row for row, theirs in WORDS.items() if row in theirs.split()] == []
