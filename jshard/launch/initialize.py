@@ -20,8 +20,7 @@ from jshard.launch.heartbeat import Pulse
 from jshard.launch.local_gpus import cards_of, place_on_host
 from jshard.launch.peer_loss import is_of_connection, who_is_gone
 from jshard.launch.rendezvous import AlreadyReported, Facts, answer
-from jshard.layouts.host_malloc import keep_freed
-from jshard.layouts.pretend import THREADS_PER_DEVICE, pretend
+from jshard.layouts.pretend import THREADS_PER_DEVICE, keep_freed, pretend
 from jshard.version import versions
 
 START_TIMEOUT = 60.0  # seconds that all processes have to appear in

@@ -20,12 +20,11 @@ from jshard.kernels.all_reduction import all_reduce_coalesced
 from jshard.kernels.collectives import check_vma_enabled, pvary
 from jshard.layers.call_arguments import Arguments, is_array, is_node
 from jshard.layers.jitted import jit
-from jshard.layers.kernel_support import all_reduce_of
 from jshard.layers.layer import is_by_layers, model_arrays
 from jshard.layers.linen import arguments, trees_of_parameters
 from jshard.layers.reduce import mean
 from jshard.layers.sharding import call_of, partitioned, sharded
-from jshard.layers.strategy import Names, inside_shard_map
+from jshard.layers.strategy import Names, all_reduce_of, inside_shard_map
 from jshard.layers.user_code_errors import boundary, name_of
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit

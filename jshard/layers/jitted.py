@@ -203,7 +203,7 @@ def _placed(
         f = shard(f)
         marks, rows = _marks(f, arguments)
     arrays, paths, built = arguments.arrays, arguments.paths, built_arrays(arguments.nodes)
-    lies = [_layout(x) for x in arrays]
+    lies = [at if at is not None and at.mesh == mesh() else None for at in map(Layout.of, arrays)]
     parameters: dict[Path, tuple[Any, Taken]] = {}
     in_state: dict[Path, Layout] = {}  # where the state that an optimizer keeps for the parameter rests
     for number, (path, x) in enumerate(zip(paths, arrays, strict=True)):
@@ -278,11 +278,6 @@ def _donated(arguments: Arguments, parameters: Mapping[Path, Any]) -> list[bool]
     """Tell which arrays are an NNX object's, or of a tree that holds parameters."""
     trees = {path[0] for path in parameters}
     return [at < arguments.in_nodes or path[0] in trees for at, path in enumerate(arguments.paths)]
-
-
-def _layout(x: jax.Array) -> Layout | None:
-    found = Layout.of(x)
-    return found if found is not None and found.mesh == mesh() else None
 
 
 def _type(x: Any) -> tuple[Any, ...]:

@@ -9,8 +9,8 @@ from typing import Any
 from flax import nnx
 
 from jshard.errors import JShardError
-from jshard.layers.kernel_support import check_kernels
 from jshard.layers.layer import built_arrays
+from jshard.layers.strategy import check_kernels
 from jshard.layouts.mesh import is_explicit
 from jshard.programs.jaxprs import Eqn, Jaxpr, bare, bodies, run
 from jshard.programs.provenance import Cause, source_of

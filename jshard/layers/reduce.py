@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jshard.errors import JShardError
 from jshard.kernels.all_reduction import all_reduce
 from jshard.kernels.collectives import axis_size
-from jshard.layers.kernel_support import all_reduce_of
+from jshard.layers.strategy import all_reduce_of
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import as_array, redistribute
 from jshard.signals.active_config import configuration, mesh

@@ -12,8 +12,7 @@ from jax.core import Tracer
 
 from jshard.errors import JShardError
 from jshard.layers.body import Arithmetic, Body
-from jshard.layers.kernel_support import check_kernels
-from jshard.layers.strategy import Strategy, check_sizes, inside_shard_map, strategy_of
+from jshard.layers.strategy import Strategy, check_kernels, check_sizes, inside_shard_map, strategy_of
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import check_in_use
 from jshard.layouts.redistribution import move, plan_moves, redistribute

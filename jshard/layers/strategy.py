@@ -1,24 +1,27 @@
 """Lay out the three arrays of `x[M,K] @ w[K,N] -> y[M,N]` by a signal's words: the one table of strategies.
 
 `row` splits M, `column` N, `reduction` K; they combine. `sequence` splits axis 1 of activations (axis 0 when they have
-two axes) between layers, and `store` splits parameters where the strategy leaves them whole.
+two axes) between layers, and `store` splits parameters where the strategy leaves them whole. The kernels that a signal names
+are checked here too.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
-from jshard.kernels.select_algorithm import default_algorithm
+from jshard.kernels.chip import chip_called, interpretation, present_chip
+from jshard.kernels.select_algorithm import GPUS, NO_KERNELS, default_algorithm
 from jshard.layouts.layout import Layout, check_divides
 from jshard.signals.active_config import mesh_for
 from jshard.signals.signal import PRODUCT, Signal
 
+NO_HINDRANCE = ("auto", "hierarchical", "in_order", "xla")
 Names = tuple[str, ...]
 Split = tuple[str, int, Names, str]  # a key of a signal, a size, the mesh axes that split it, what it counts
 
@@ -195,3 +198,42 @@ def inside_shard_map(names: Sequence[str], label: str) -> bool:
             hint="use a shard_map over every mesh axis",
         )
     return bool(manual)
+
+
+# -- kernels that a signal names --
+
+
+def all_reduce_of(signal: Signal | None, mesh: Mesh, hindrance: str | None = None) -> Any:
+    """Return the algorithm of an all-reduce under `signal`. `hindrance` is why no kernel can take it."""
+    if signal is None:
+        return default_algorithm("all_reduce")
+    check_kernels(signal, mesh, lambda op: hindrance, ops=("all_reduce",))
+    return dict(signal.kernel).get("all_reduce") or default_algorithm("all_reduce")
+
+
+def check_kernels(
+    signal: Signal, mesh: Mesh, hindrance: Callable[[str], str | None], ops: Sequence[str] | None = None
+) -> None:
+    """Raise for a kernel that `signal` names, of these ops or of any, and that can't run on the devices of `mesh` or has a
+    hindrance: what it does not do, in words."""
+    named = [each for each in signal.kernel if each[1] not in NO_HINDRANCE and (ops is None or each[0] in ops)]
+    for op, word in named:
+        why = hindrance(op)
+        if why is not None:
+            raise JShardError(
+                f"{signal.label(f'kernel.{op}')} takes {op} by {word}, which {why}",
+                hint=f"write {op}: auto",
+            )
+    named = [(op, word) for op, word in named if word not in NO_KERNELS]
+    if not named or interpretation() is not None:
+        return
+    on = mesh.abstract_mesh.abstract_device
+    chip = present_chip() if on is None else chip_called(on.device_kind, on.platform)
+    for op, word in named:
+        gpus = GPUS if op == "matmul" else []
+        if chip.platform != "tpu" and chip.name not in gpus:
+            raise JShardError(
+                f"{signal.label(f'kernel.{op}')} takes {op} by {word}, a kernel for {', '.join(['TPUs', *gpus])}, and this is "
+                f"{chip.name}",
+                hint=f"write {op}: auto",
+            )

@@ -19,11 +19,10 @@ from jshard.layouts.gathering import kind, raw, typed
 from jshard.layouts.index_ranges import boxes_of, holders, overlap
 from jshard.layouts.layout import Layout, Placement, as_layout
 from jshard.layouts.mesh import sizes_of
-from jshard.layouts.p2p import Parcel, carry, doors_of, is_shared, listed, parcels_of, without_mesh
+from jshard.layouts.p2p import Parcel, carry, doors_of, is_shared, listed, moved, parcels_of, where, without_mesh
 from jshard.layouts.paths import words_of
 from jshard.layouts.redistribution import as_array, redistribute, replicated
 from jshard.layouts.shard_buffers import Filling, taking
-from jshard.layouts.transfer_events import moved, where
 from jshard.signals.scope import signal
 
 HOST = "pinned_host"  # JAX's name for memory of the host that a device can reach

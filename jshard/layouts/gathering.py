@@ -16,10 +16,9 @@ from jax.tree_util import Partial
 from jshard.errors import JShardError
 from jshard.layouts.index_ranges import Box, boxes_of, holders, index, lengths
 from jshard.layouts.layout import Layout
-from jshard.layouts.p2p import Parcel, carry, doors_of, is_shared, parcels_of, without_mesh
+from jshard.layouts.p2p import Parcel, carry, doors_of, is_shared, moved, parcels_of, where, without_mesh
 from jshard.layouts.redistribution import as_array, redistribute, replicated
 from jshard.layouts.shard_buffers import taking
-from jshard.layouts.transfer_events import moved, where
 from jshard.programs.jaxprs import Shaped
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
@@ -15,11 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jshard.errors import JShardError
 from jshard.layouts.index_ranges import Box, Device, blocks, word_count
+from jshard.layouts.layout import Layout
+from jshard.runs import events
 
+Where = Sharding | str  # words for what is no device: the host of process 0
 EVERYONE = ("tpu",)  # where all processes take part in all programs: others let two talk while the rest goes on
 NOTE = 4096  # bytes of what a process says of its call
 
@@ -171,3 +175,40 @@ def _telling(doors: Mesh) -> Any:
         return lax.all_gather(x, "process", to="invarying")
 
     return jax.jit(jax.shard_map(telling, mesh=doors, in_specs=PartitionSpec("process"), out_specs=PartitionSpec()))
+
+
+# -- what has been moved outside a program, as an event: told only where somebody listens --
+
+
+def moved(
+    op_name: str, shape: Sequence[int], dtype: Any, source: Where, target: Where, *, by: str = "", moves: Sequence[str] = ()
+) -> None:  # fmt: skip
+    """`by` is the signal that asked, `moves` the collectives and slices, where it takes any; `bytes` are the whole array's."""
+    if events.listeners:
+        events.tell(
+            "moved", op_name=op_name, by=by, moves=list(moves), shape=list(shape), dtype=str(dtype),
+            bytes=math.prod(shape) * dtype.itemsize,
+            **{"from": _words(source, len(shape)), "to": _words(target, len(shape))},
+            from_devices=_numbers(source), to_devices=_numbers(target),
+        )  # fmt: skip
+
+
+def where(x: object) -> Where:
+    """The sharding of an array on devices."""
+    return x.sharding if isinstance(x, jax.Array) else "the host"
+
+
+def _words(where: Where, rank: int) -> str:
+    """`[data, whole] on {data: 2, tensor: 4}`, and the devices by number unless they are all of their platform."""
+    if isinstance(where, str):
+        return where
+    devices = listed(where.device_set)
+    if not isinstance(where, NamedSharding):
+        return devices
+    words = repr(Layout.from_sharding(where, rank)).removeprefix("Layout(").removesuffix(")")
+    others = {*jax.devices(next(iter(where.device_set)).platform)} - where.device_set
+    return f"{words}, {devices}" if others else words
+
+
+def _numbers(where: Where) -> list[int] | None:
+    return None if isinstance(where, str) else numbers_of(where.device_set)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
+from collections.abc import Mapping
 
 from jshard.errors import JShardError
 from jshard.hardware.host import computes_on_cpus
-from jshard.layouts.host_malloc import keep_freed
 
 # Each pretend device blocks a thread of XLA's pool while it waits for the others in a collective, and steps dispatched
 # without waiting queue up behind it: with one thread a device, programs hang (docs/design/0003-pretend-devices.md).
@@ -79,3 +80,24 @@ def _check_started(count: int, platforms: str | None) -> None:
             f"JAX_NUM_CPU_DEVICES={count} PJRT_NPROC={THREADS_PER_DEVICE * count}"
             f"{f' JAX_PLATFORMS={platforms}' if platforms else ''}",
         )
+
+
+# Memory that is freed stays with the process. XLA for CPUs takes the memory of a step anew each time. glibc gives what is large
+# back to the system at once, which then hands it out again page by page: that took a third of a step of four processes
+# (docs/design/0015-processes.md). The numbers of mallopt(3), and their values:
+SETTINGS = {
+    -4: 0,  # M_MMAP_MAX: nothing is mapped by itself, and so unmapped when it is freed
+    -1: 2**31 - 1,  # M_TRIM_THRESHOLD: 2 GiB at the heap's end stay
+    -8: 1,  # M_ARENA_MAX: the heaps of further threads hold 64 MiB, and map what is larger by itself
+}
+
+
+def keep_freed(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process keeps what it frees, from now on: one that computes on CPUs does, on Linux with glibc, unless the
+    user has told malloc something in the environment (`MALLOC_ARENA_MAX`, `GLIBC_TUNABLES` and so on)."""
+    tuned = "glibc.malloc" in environment.get("GLIBC_TUNABLES", "")
+    tuned |= any(name.startswith("MALLOC_") for name in environment)
+    if tuned or sys.platform != "linux" or not computes_on_cpus(environment):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it, musl has not
+    return mallopt is not None and all(mallopt(number, value) for number, value in SETTINGS.items())

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jshard.errors import JShardError, kind_of
 from jshard.layouts.layout import Layout, Placement, as_layout
 from jshard.layouts.mesh import check_in_use, is_explicit, sizes_of
-from jshard.layouts.transfer_events import moved, where
+from jshard.layouts.p2p import moved, where
 from jshard.programs.provenance import scope
 
 Axes = tuple[tuple[str, ...], ...]

@@ -17,10 +17,9 @@ from jshard.errors import JShardError, did_you_mean
 from jshard.layouts.gathering import check_root, gather
 from jshard.layouts.index_ranges import Box, boxes_of, holders, index, lengths, word_count
 from jshard.layouts.layout import Layout, Placement, as_layout
-from jshard.layouts.p2p import carry, doors_of, listed, parcels_of, tell, without_mesh
+from jshard.layouts.p2p import carry, doors_of, listed, moved, parcels_of, tell, without_mesh
 from jshard.layouts.redistribution import redistribute
 from jshard.layouts.shard_buffers import Filling
-from jshard.layouts.transfer_events import moved
 
 METHODS = ("scatter", "broadcast")
 NARROW = tuple(np.dtype(getattr(jnp, name)) for name in ("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))

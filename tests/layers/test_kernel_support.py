@@ -8,7 +8,7 @@ import pytest
 
 from jshard.errors import JShardError, Location
 from jshard.kernels import interpret
-from jshard.layers.kernel_support import all_reduce_of, check_kernels
+from jshard.layers.strategy import all_reduce_of, check_kernels
 from jshard.signals.signal import Signal
 
 

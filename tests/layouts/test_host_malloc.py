@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jshard.layouts.host_malloc import keep_freed
+from jshard.layouts.pretend import keep_freed
 
 PROGRAM = """
 import resource
@@ -61,7 +61,7 @@ def test_threads_take_large_memory_from_the_heap_too():
     """It lies before the heap's end, where nothing is mapped by itself, and the end stays when it is freed."""
     program = """
 import ctypes, threading
-from jshard.layouts.host_malloc import keep_freed
+from jshard.layouts.pretend import keep_freed
 libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
 libc.free.argtypes, libc.sbrk.argtypes = [ctypes.c_void_p], [ctypes.c_long]
