@@ -30,6 +30,7 @@ from jshard.signals.scope import signal, signal_here, tensor_layout
 
 Made = TypeVar("Made")
 Model = TypeVar("Model", bound=nnx.Module)
+SMALL = 1024  # numbers of an array that is computed by itself, as the keys of draws are
 TAG = "jshard.create"  # of the context in which NNX keeps the identity of objects across the trace
 
 
@@ -183,9 +184,6 @@ def created(factory: Callable[[], Model], placed: Callable[[], Model], only: Any
 # -- arrays that are not made yet: each device makes its shards when a call first needs them --
 
 
-SMALL = 1024  # numbers of an array that is computed by itself, as the keys of draws are
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recipe:
     """A traced function that makes arrays, and its operands: arrays, and shapes that other recipes make."""
@@ -209,27 +207,26 @@ class Recipe:
         return cls(name, jaxpr, operands, known)
 
     @functools.cached_property
-    def source(self) -> dict[Any, int]:
-        """The number of the equation that computes each variable."""
-        return {variable: at for at, eqn in enumerate(self.jaxpr.eqns) for variable in eqn.outvars}
+    def source(self) -> dict[Any, Any]:
+        """The equation that computes each variable."""
+        return {variable: eqn for eqn in self.jaxpr.eqns for variable in eqn.outvars}
 
     def result(self, number: int) -> Any:
         """Compute one result from the arrays that are known, in a trace."""
-        jaxpr, asked = self.jaxpr, self.jaxpr.outvars[number]
-        unmade = dict(zip(jaxpr.invars, self.operands, strict=True))
-        needed, waiting, values = set[int](), [asked], dict[Any, Any]()
-        while waiting:
-            variable = waiting.pop()
-            if hasattr(variable, "val") or variable in values:
-                continue
-            if variable in self.known or variable in unmade:
-                values[variable] = self.known[variable] if variable in self.known else unmade[variable].drawn()
-            elif (at := self.source[variable]) not in needed:
-                needed.add(at)
-                waiting += jaxpr.eqns[at].invars
-        for eqn in (jaxpr.eqns[at] for at in sorted(needed)):
-            values |= zip(eqn.outvars, bound(eqn, [_read(atom, values) for atom in eqn.invars]), strict=True)
-        return _read(asked, values)
+        values, unmade = dict[Any, Any](), dict(zip(self.jaxpr.invars, self.operands, strict=True))
+
+        def value(atom: Any) -> Any:
+            if hasattr(atom, "val") or atom in self.known:
+                return _read(atom, self.known)
+            if atom not in values:
+                if atom in unmade:
+                    values[atom] = unmade[atom].drawn()
+                else:
+                    eqn = self.source[atom]
+                    values.update(zip(eqn.outvars, bound(eqn, list(map(value, eqn.invars))), strict=True))
+            return values[atom]
+
+        return value(self.jaxpr.outvars[number])
 
 
 def _read(atom: Any, values: Mapping[Any, Any]) -> Any:
