@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jshard.errors import JShardError
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit, with_axis_types
-from jshard.programs.jaxprs import Jaxpr, bound, run
+from jshard.programs.jaxprs import Jaxpr, bound, closed_over, part_of, run
 
 
 def create(
@@ -32,13 +32,13 @@ def create(
 def create_by(drawn: Callable[[], jax.Array], layout: Layout) -> jax.Array:
     """Compute `drawn()` shard by shard: the same bits on every mesh as outside jit on one device. Equal layers, which differ in
     the arrays that `drawn` reads alone, are one program."""
-    closed = jax.make_jaxpr(drawn)()
-    jaxpr, consts = _piece(closed.jaxpr, closed.jaxpr.outvars), list(closed.consts)
+    jaxpr, consts = closed_over(jax.make_jaxpr(drawn)())
     shape = jaxpr.outvars[0].aval.shape
     for factor in _factors(jaxpr):
         where = layout if factor.aval.shape == shape else Layout(layout.mesh, *((),) * factor.aval.ndim)
-        consts.append(_created(_piece(jaxpr, [factor]), consts, where))
-        jaxpr = _piece(jaxpr, jaxpr.outvars, factor)
+        consts.append(_created(part_of(jaxpr, jaxpr.eqns, jaxpr.invars, [factor]), consts, where))
+        others = [eqn for eqn in jaxpr.eqns if factor not in eqn.outvars]
+        jaxpr = part_of(jaxpr, others, [*jaxpr.invars, factor], jaxpr.outvars)
     return typed_as(_created(jaxpr, consts, layout), layout.sharding)
 
 
@@ -52,14 +52,6 @@ def _factors(jaxpr: Any) -> list[Any]:
     added = [v for eqn in jaxpr.eqns if eqn.primitive.name in ("add", "sub") for v in eqn.invars]
     is_factor = lambda v: not hasattr(v, "val") and v in made and jnp.issubdtype(v.aval.dtype, jnp.inexact)
     return [v for v in dict.fromkeys(filter(is_factor, added)) if made[v].primitive.name not in ("add", "sub")]
-
-
-def _piece(jaxpr: Any, outs: Sequence[Any], known: Any = None) -> Any:
-    """Return the program of some variables, whose constants are inputs; so is a variable that is known."""
-    more, eqns = ([], jaxpr.eqns) if known is None else ([known], [e for e in jaxpr.eqns if known not in e.outvars])
-    names = jaxpr.debug_info.with_unknown_names()
-    inputs = [*jaxpr.constvars, *jaxpr.invars, *more]
-    return jaxpr.replace(constvars=[], invars=inputs, outvars=list(outs), eqns=eqns, debug_info=names)
 
 
 def check_shape(shape: tuple[int, ...]) -> None:
