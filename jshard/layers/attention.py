@@ -1,4 +1,4 @@
-"""`jshard.attend`, and `jshard.Attention`: grouped queries with rotary positions, on packed rows or from a cache."""
+"""`jshard.attend`, and `jshard.Attention`: grouped queries, rotary positions, packed rows, a cache."""
 
 from __future__ import annotations
 

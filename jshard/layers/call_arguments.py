@@ -1,4 +1,4 @@
-"""The arguments of a call: their arrays, the structure that a program is traced for, and the way back of what it changes."""
+"""The arguments of a call, the structure that a program is traced for, and the way back of its changes."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def is_node(x: object) -> bool:
     return isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State))
 
 
-# -- the variables that a traced function changes, creates or deletes, and their way back into the models of the caller --
+# -- the way back: variables that a traced function changes, creates or deletes --
 
 
 Keys = tuple[Any, ...]

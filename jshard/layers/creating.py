@@ -1,4 +1,4 @@
-"""`jshard.create`: models, optimizers and arrays that no device ever holds whole, and models of shapes alone."""
+"""`jshard.create`: arrays that no device ever holds whole, and models of shapes alone."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def create(f: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     result = described(f, *args, **kwargs)
     if not isinstance(result, Uncreated):
         return result
-    return realized([result.at(tensor_layout(signal_here("jshard.create"), result.ndim).sharding)])[0]
+    layout = tensor_layout(signal_here("jshard.create"), result.ndim)
+    return realized([result.at(layout.sharding)])[0]
 
 
 def described(f: Callable[..., Any], *args: object, **kwargs: object) -> Any:

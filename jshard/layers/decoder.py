@@ -100,7 +100,7 @@ class Decoder(nnx.Module):
 
         model = jshard.Decoder(vocabulary=256, width=64, depth=2, heads=4, hidden=128, rngs=nnx.Rngs(0))
 
-    In place of tokens it takes `{"tokens", "positions", "segments"}`, as packed rows have them. `DecoderConfig` has the sizes.
+    In place of tokens it takes `{"tokens", "positions", "segments"}`. `DecoderConfig` has the sizes.
     """
 
     def __init__(self, *, rngs: nnx.Rngs, **sizes: object):

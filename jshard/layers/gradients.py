@@ -1,4 +1,4 @@
-"""Gradients of a model: `jshard.value_and_grad`, and the mean of those of microbatches that run one after the other."""
+"""Gradients of a model: `jshard.value_and_grad`, and the mean over microbatches of a training step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def value_and_grad(
     value is its mean. Where the configuration says `jshard.pipeline`, rows go through its stages in microbatches, by its
     schedule; value, aux and gradients are the means of theirs. Outside of jit the parameters are moved to where they rest.
 
-    Inside a `jax.shard_map` gradients are summed over the mesh axes that any `row` names once, when `f` is done,
+    Inside a `jax.shard_map` gradients are summed over the mesh axes of `row` once, when `f` is done,
     instead of layer by layer and in each turn of a loop. One number must be reduced in `f` by `jshard.mean`. The ledger has the
     sums under the signal that is active here.
     """

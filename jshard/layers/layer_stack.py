@@ -68,7 +68,7 @@ def _stacked(cls: type, depth: int, unroll: int, path: tuple[str, ...]) -> type:
     return type(cls)(cls.__name__, (cls,), names)
 
 
-# -- keys and values that attention keeps, written in place: of one layer, or of all those that a scan carries --
+# -- keys and values that attention keeps: of one layer, or of all that a scan carries --
 
 
 class OfStack(NamedTuple):

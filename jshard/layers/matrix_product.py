@@ -125,7 +125,7 @@ def _is_hidden(x: object, w: object, mesh: Mesh) -> bool:
     return not is_explicit(mesh) and any(isinstance(each, Tracer) for each in (x, w))
 
 
-# -- the strategies of a product, and what each costs in wire and arithmetic, with the gradients that are being traced --
+# -- the strategies of a product, and what each costs in wire and arithmetic --
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`jshard.MLP`: two Linears, each under a signal of its own. `jshard.GatedMLP`: the feed-forward layer of Llama."""
+"""`jshard.MLP`, two Linears under signals of their own; `jshard.GatedMLP`, Llama's feed-forward layer."""
 
 from __future__ import annotations
 

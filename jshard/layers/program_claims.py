@@ -85,7 +85,7 @@ def is_run_by_claims(present: Configuration, built: Callable[[], nnx.Module]) ->
     )
 
 
-# -- which signals are active where a program uses its parameters: `with jshard.signal("up"): y = self.up(x)` --
+# -- which signals are active where a program uses its parameters --
 
 
 @dataclasses.dataclass(frozen=True)

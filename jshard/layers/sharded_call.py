@@ -240,7 +240,7 @@ class _Out:
     """What a traced function returns, beside arrays; the arrays that it closes over; and what it claims."""
 
     written: WrittenBack
-    arrays: tuple[_Array, ...]  # as the program takes them: parameters in the dtype that they rest in
+    arrays: tuple[_Array, ...]  # as the program takes them: parameters in their dtype at rest
     rows: tuple[str, ...] = ()  # the mesh axes that split the rows of a batch
     consts: Sequence[Any] = ()
     compiled: Any = None
@@ -341,7 +341,7 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     return program, out
 
 
-# What was traced before is kept: of a function as long as it lives, with what it closes over; of a method, the last 256.
+# Traces are kept: of a function as long as it lives; of a method, the last 256.
 _of_function = weakref_lru_cache(_traced, maxsize=None, trace_context_in_key=False)
 _of_method = functools.lru_cache(256)(_traced)
 # jax.clear_caches() clears these too, as it does JAX's own above: JAX has no public name for that.

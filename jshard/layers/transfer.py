@@ -148,7 +148,7 @@ def _label(path: Sequence[Any]) -> str:
     return f"jshard.place: {name}" if name else "jshard.place"
 
 
-# -- an array from the devices of one mesh to those of another, or between a device's memory and its host's --
+# -- an array from one mesh to another, or between a device's memory and its host's --
 
 
 def transfer(x: jax.Array, sharding: Sharding) -> jax.Array:

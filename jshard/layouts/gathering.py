@@ -1,4 +1,4 @@
-"""Gather an array from the devices of several processes to the host of all of them, or of one; and put one on devices."""
+"""Gather an array from the devices of all processes to their hosts, or to one; and put one on devices."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Layout:
 
     @classmethod
     def of(cls, x: object) -> Layout | None:
-        """Where `x` lies, when that can be known: from its type on an explicit mesh, else from the array or shape itself."""
+        """Return where `x` lies, if known: from its type on an explicit mesh, else from itself."""
         if isinstance(x, jax.ShapeDtypeStruct):
             return cls.from_sharding(x.sharding, x.ndim) if isinstance(x.sharding, NamedSharding) else None
         typed = jax.typeof(x).sharding

@@ -1,4 +1,4 @@
-"""Globs over the `/`-joined paths of parameters, `layers/*/attn/{q,k,v}_proj/**`; and those paths."""
+"""Globs over the paths of parameters, `layers/*/attn/{q,k,v}_proj/**`, and those paths."""
 
 from __future__ import annotations
 

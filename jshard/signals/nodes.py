@@ -19,8 +19,8 @@ Scalar: TypeAlias = str | int | float | bool | None
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A value and where it was written. A mapping's `keys` say where each key stands: with aliases that is not next to its
-    value."""
+    """A value and where it was written. A mapping's `keys` say where each key stands: not always next to
+    its value, as with aliases."""
 
     value: Scalar | list[Node] | dict[str, Node]
     place: Location

@@ -230,9 +230,9 @@ def _signal(written: Written, head: dict[str, Any], faults: Faults) -> Signal:
     _check_output(signal, written.broken, faults)
     _check_match(signal, "mesh" in head, faults)
     if set(signal.expert) & set(signal.row) and signal.row[-len(signal.expert) :] != signal.expert:
-        wrong = f"names mesh axis {quoted(signal.expert[0])} for expert, which stands not last in row"
+        wrong = f"names mesh axis {quoted(signal.expert[0])} for expert, which stands not last"
         row = [*(name for name in signal.row if name not in signal.expert), *signal.expert]
-        _add(faults, signal, "expert", f"{wrong} ({signal.at('row')})", f"write row: [{', '.join(row)}]")
+        _add(faults, signal, "expert", f"{wrong} in row ({signal.at('row')})", f"write row: [{', '.join(row)}]")
     if signal.attention is not None and not signal.ring and "ring" not in written.broken:
         wrong = f"has attention: {signal.attention} without ring, so no device lacks a place"
         _add(faults, signal, "attention", wrong, "name a mesh axis for ring, or remove attention")
