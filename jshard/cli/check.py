@@ -210,7 +210,7 @@ def _needs_a_step(configuration: Configuration, baseline: str, wanted: bool) -> 
 
 def _check_promises(checked: Checked, configuration: Configuration, name: str, update: bool, *, promised: bool) -> None:
     from jshard.cli.experiment import sketched
-    from jshard.inspect.ledger.baseline import Baseline, added, removed
+    from jshard.inspect.ledger.baseline import Baseline, added
     from jshard.inspect.ledger.expect import check_promises, over_budget
     from jshard.inspect.ledger.whole import whole
     from jshard.training.experiments.experiment import Experiment
@@ -250,7 +250,6 @@ def _check_promises(checked: Checked, configuration: Configuration, name: str, u
             was = Baseline.read(file.read(), name, command)
         more = list(added(was, ledger, mesh, name=name, command=command))
         checked.broken += more
-        if not more and removed(was, ledger, mesh):
-            checked.holds.append(f"less than {name} holds; to keep it so: {command} --update")
-        elif not more:
-            checked.holds.append(f"as {name} holds")
+        is_less = Baseline.of(ledger, mesh) != was
+        as_much = f"less than {name} holds; to keep it so: {command} --update" if is_less else f"as {name} holds"
+        checked.holds += [as_much] if not more else []

@@ -6,7 +6,6 @@ import argparse
 import re
 from pathlib import Path
 
-from jshard.cli.bench import parsed
 from jshard.cli.terminal import show, width
 from jshard.errors import JShardError, did_you_mean, quoted
 from jshard.printing.table import table
@@ -34,9 +33,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--times", metavar="F=1,B=1,W=1", help="how long each takes; a B that makes weight gradients too takes B + W"
     )
     parser.add_argument(
-        "--size", metavar="16MiB", help="bytes of a microbatch between stages: what is kept and sent in bytes"
-    )
-    parser.add_argument(
         "-o", "--output", metavar="FILE", action="append", default=[],
         help="also write a picture (.svg), or the table to edit (.txt)",
     )  # fmt: skip
@@ -46,8 +42,8 @@ def run(chosen: argparse.Namespace) -> int:
     for name in chosen.output:
         if Path(name).suffix not in SUFFIXES:
             raise JShardError(f"-o {name} has no ending that is known", hint=f"name a file in {', '.join(SUFFIXES)}")
-    times, size = _times(chosen.times or ""), parsed(chosen.size) if chosen.size else None
-    costs = [Cost(_table(name, chosen), times, size) for name in chosen.schedules]
+    times = _times(chosen.times or "")
+    costs = [Cost(_table(name, chosen), times) for name in chosen.schedules]
     from jshard.schedules.drawing import grid, picture
 
     for cost in costs:

@@ -7,7 +7,6 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from jshard.printing.units import size
 from jshard.schedules.table import SLOTS, Op, StageOp, Table
 
 
@@ -111,11 +110,10 @@ def sends_alone(table: Table) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """A table with what it costs at given times, and the bytes of one microbatch's activations, where they are known."""
+    """A table with what it costs at given times."""
 
     table: Table
     times: Times = Times()
-    bytes_each: int | None = None
 
     @functools.cached_property
     def lock_step(self) -> TimedTable:
@@ -128,7 +126,7 @@ class Cost:
         """Name and value of each figure."""
         sent_by = [sum(both) for both in zip(*sends(self.table).values(), strict=True)]
         inputs, gradients = ([max(ticks) for ticks in kept(self.table)] for kept in (inputs_kept, gradients_kept))
-        found = [
+        return [
             ("ticks", f"{self.table.ticks:,}"),
             ("idle in lock-step", percent(self.lock_step.idle)),
             ("microbatches kept, by stage", _spaced(inputs)),
@@ -136,21 +134,13 @@ class Cost:
             ("sends, by stage", _spaced(sent_by)),
             ("sends with no work beside them", percent(sends_alone(self.table))),
         ]
-        if self.bytes_each is not None:
-            kept = [self.bytes_each * (both[0] + both[1]) for both in zip(inputs, gradients, strict=True)]
-            found += [
-                ("kept under remat: chunk, by stage", ", ".join(map(size, kept))),
-                ("sent in a step, by stage", ", ".join(size(self.bytes_each * count) for count in sent_by)),
-            ]
-        return found
 
 
 def compared(costs: Sequence[Cost]) -> list[list[str]]:
     """The figures of tables side by side: a row of names, a row for each figure."""
-    by_table = [dict(cost.figures()) for cost in costs]
     head = ["", *(cost.table.name for cost in costs)]
-    names = dict.fromkeys(name for figures in by_table for name in figures)
-    return [head, *([name, *(figures.get(name, "none") for figures in by_table)] for name in names)]
+    figures = zip(*(cost.figures() for cost in costs), strict=True)
+    return [head, *([each[0][0], *(value for _, value in each)] for each in figures)]
 
 
 def percent(share: float) -> str:

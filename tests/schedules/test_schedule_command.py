@@ -28,7 +28,7 @@ def typed(capsys, *words: str) -> tuple[int, str, str]:
 
 
 def test_schedule_draws_two_side_by_side(capsys):
-    status, out, err = typed(capsys, "gpipe", "1f1b", "--stages", "2", "--microbatches", "3", "--size", "4MiB")
+    status, out, err = typed(capsys, "gpipe", "1f1b", "--stages", "2", "--microbatches", "3")
     assert (status, err) == (0, "")
     assert (
         out
@@ -43,15 +43,13 @@ stage 1  .   F0  F1  F2  B0  B1  B2  .
 stage 0  F0  F1    F2B0  B1    B2
 stage 1  .   F0B0  F1B1  F2B2  .
 
-                                   gpipe               1f1b
-ticks                              8                   5
-idle in lock-step                  25.0 %              25.0 %
-microbatches kept, by stage        3 3                 3 1
-gradients kept, by stage           1 1                 1 1
-sends, by stage                    3 3                 3 3
-sends with no work beside them     100.0 %             33.3 %
-kept under remat: chunk, by stage  16.0 MiB, 16.0 MiB  16.0 MiB, 8.00 MiB
-sent in a step, by stage           12.0 MiB, 12.0 MiB  12.0 MiB, 12.0 MiB
+                                gpipe    1f1b
+ticks                           8        5
+idle in lock-step               25.0 %   25.0 %
+microbatches kept, by stage     3 3      3 1
+gradients kept, by stage        1 1      1 1
+sends, by stage                 3 3      3 3
+sends with no work beside them  100.0 %  33.3 %
 """
     )
 
@@ -99,7 +97,6 @@ MISTAKES = {
     "gpipe --stages four": "jshard schedule: argument --stages: invalid int value: 'four'; type: jshard schedule --help",
     "tables/mine.txt --microbatches 3": "tables/mine.txt has 2 microbatches, and not 3; leave --microbatches away, or write 2",
     "tables/mine.txt --times F=0": '--times "F=0" is no list of times above 0; write --times F=1,B=1.2,W=0.8',
-    "tables/mine.txt --size 4MB": '"4MB" is no size of an array; use bytes or a unit: 4096, 64KiB, 1MiB',
     "tables/mine.txt -o mine.png": "-o mine.png has no ending that is known; name a file in .svg, .txt",
     "tables/mine.txt -o no/mine.svg": "the schedule can't be written to no/mine.svg: no such file or directory; name another file by -o",
 }

@@ -29,9 +29,8 @@ class Baseline:
         collectives: dict[Key, tuple[int, int]] = {}
         for entry in (*ledger.lines, *ledger.left):
             times, wire = collectives.get(_key(entry), (0, 0))
-            more = (
-                entry.total if isinstance(entry, Line) else 0
-            )  # what the compiler moves is not known, that it moves is
+            # what the compiler moves is not known, that it moves is
+            more = entry.total if isinstance(entry, Line) else 0
             collectives[_key(entry)] = times + entry.count, wire + more
         return cls(mesh, collectives, {rest.signal: rest.total for rest in ledger.memory})
 
@@ -110,14 +109,6 @@ def added(was: Baseline, ledger: Ledger, mesh: str, *, name: str, command: str) 
         if bytes_ > (before := was.memory.get(signal, 0)):
             where = "what no signal places" if signal == "-" else f'signal "{signal}" ({places[signal]})'
             yield f"{where} holds {bytes_ - before:,} B more at rest than {name}; {hint}"
-
-
-def removed(was: Baseline, ledger: Ledger, mesh: str) -> bool:
-    """Whether something of the baseline is not asked for or held any more."""
-    now = Baseline.of(ledger, mesh)
-    return any(
-        key not in now.collectives or now.collectives[key] < each for key, each in was.collectives.items()
-    ) or any(signal not in now.memory or now.memory[signal] < bytes_ for signal, bytes_ in was.memory.items())
 
 
 def _key(entry: Line | Left) -> Key:
