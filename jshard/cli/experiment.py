@@ -37,18 +37,12 @@ def built(target: Target, *, only_shapes: bool = False) -> Experiment | Function
     return build(present_mesh(), only_shapes=only_shapes)
 
 
-def compilable(target: Target) -> Experiment | Function:
-    """Build it of shapes alone, on devices that are here or pretended."""
-    configuration = target.configuration()
-    return opened(target, only_shapes=configuration.mesh is not None and not _names_workers(configuration))
-
-
 @contextlib.contextmanager
 def sketched(target: Target) -> Iterator[Experiment | Function]:
     """Build it of shapes alone: no array is made, and no device of the mesh need be here. Where the mesh leaves a size
     open, or signals name workers, whose slices are meshes of their own, the devices that are here decide."""
     configuration = target.configuration()
-    if configuration.mesh is None or -1 in configuration.mesh.sizes or _names_workers(configuration):
+    if configuration.mesh is None or -1 in configuration.mesh.sizes or names_workers(configuration):
         yield opened(target)
         return
     sizes = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))
@@ -62,7 +56,7 @@ def sketched(target: Target) -> Iterator[Experiment | Function]:
         yield build(absent, only_shapes=True)
 
 
-def _names_workers(configuration: Configuration) -> bool:
+def names_workers(configuration: Configuration) -> bool:
     return any(signal.shard is not None and signal.shard.workers for signal in configuration.signals.values())
 
 

@@ -27,16 +27,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    from jshard.cli.experiment import compilable, sketched
+    from jshard.cli.experiment import names_workers, opened, sketched
 
     target = Target.of(chosen)
     if chosen.program:
         from jshard.inspect.compiled.program_text import normalised
         from jshard.layers.user_code_errors import as_user_error
 
+        configuration = target.configuration()
         with as_user_error("it is compiled"):
-            compiled = compilable(target).lowered().compile()
-        print(normalised(compiled))
+            only_shapes = configuration.mesh is not None and not names_workers(configuration)
+            print(normalised(opened(target, only_shapes=only_shapes).lowered().compile()))
         return 0
     with sketched(target) as program:
         ledger = program.explain()

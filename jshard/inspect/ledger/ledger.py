@@ -24,7 +24,6 @@ from jshard.programs.jaxprs import Jaxpr, bare
 
 SCHEMA = "jshard.explain/1"
 
-OF_ITS_OWN = "on axis_types: auto the compiler adds collectives of its own: see jshard explain"
 NUMBERS = (5, 7)  # the columns of `cells` that stand to the right
 
 
@@ -133,9 +132,12 @@ class Ledger(Shown):
         """The last line of the table."""
         uncounted = f"; not counted: {len(self.left)} that the compiler decides" if self.left else ""
         if self.compiler:
-            uncounted += f"; {self.added_in_words()}"
+            added = [line for line in self.lines if line.compiler]
+            size = exact_size(sum(line.total for line in added))
+            many = f"{sum(line.count for line in added):,} of them, {size}," if added else "none"
+            uncounted += f"; {many} added by {self.compiler}; what another chip's adds: jshard plan"
         elif self.is_auto:
-            uncounted += f"; {OF_ITS_OWN}"
+            uncounted += "; on axis_types: auto the compiler adds collectives of its own: see jshard explain"
         if not self.lines:
             return f"total: no collectives{uncounted}"
         phases = ", ".join(f"{phase} {total:,} B" for phase, total in self.by("phase").items())
@@ -145,12 +147,6 @@ class Ledger(Shown):
         if any(line.branches for line in self.lines):
             words += "; every branch of a cond is counted"
         return words + uncounted
-
-    def added_in_words(self) -> str:
-        """How much of it the compiler added."""
-        added = [line for line in self.lines if line.compiler]
-        many = f"{sum(line.count for line in added):,} of them, {exact_size(sum(line.total for line in added))},"
-        return f"{many if added else 'none'} added by {self.compiler}; what another chip's adds: jshard plan"
 
     def memory_summary(self) -> str:
         kinds = {words: sum(getattr(rest, kind) for rest in self.memory) for kind, words in KINDS.items()}

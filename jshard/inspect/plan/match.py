@@ -22,9 +22,9 @@ def paired(
     asked = [ask for ask in every if ask.line.declared is None]
     got = [RunArray(one, number, sizes) for one in found for number in range(len(one.payloads))]
     pairs = Pairs()
-    for same, how in PASSES:
+    for tests, how in PASSES:
         for ask, run in itertools.product(asked, got):
-            if ask.left and run.left and same(ask, run):
+            if ask.left and run.left and all(test(ask, run) for test in tests):
                 pairs.add(ask, run, how)
     for pair in list(pairs):
         if pair.ask.line.each is not None and pair.run.left:
@@ -70,8 +70,6 @@ class RunArray:
 
 # -- who goes with whom --
 
-Same = Callable[[Ask, RunArray], bool]
-
 
 def _axes(ask: Ask, run: RunArray) -> bool:
     if not run.axes:
@@ -112,20 +110,16 @@ def _rewritten(ask: Ask, run: RunArray) -> bool:
     return (ask.line.collective, run.got.collective) in REWRITTEN and _axes(ask, run)
 
 
-def _all(*tests: Same) -> Same:
-    return lambda ask, run: all(test(ask, run) for test in tests)
-
-
-PASSES: list[tuple[Same, str]] = [
-    (_all(_kind, _bytes, _signal, _remat), ""),
-    (_all(_kind, _bytes, _signal), ""),
-    (_all(_kind, _bytes, _unsigned), ""),
-    (_all(_kind, _numbers, _signal, _remat), "recast"),
-    (_all(_kind, _numbers, _signal), "recast"),
-    (_all(_kind, _numbers, _unsigned), "recast"),
-    (_all(_rewritten, _numbers, _signal), "rewritten"),
-    (_all(_rewritten, _numbers, _unsigned), "rewritten"),
-    (_all(_kind, _bytes), ""),
+PASSES: list[tuple[tuple[Callable[[Ask, RunArray], bool], ...], str]] = [
+    ((_kind, _bytes, _signal, _remat), ""),
+    ((_kind, _bytes, _signal), ""),
+    ((_kind, _bytes, _unsigned), ""),
+    ((_kind, _numbers, _signal, _remat), "recast"),
+    ((_kind, _numbers, _signal), "recast"),
+    ((_kind, _numbers, _unsigned), "recast"),
+    ((_rewritten, _numbers, _signal), "rewritten"),
+    ((_rewritten, _numbers, _unsigned), "rewritten"),
+    ((_kind, _bytes), ""),
 ]
 
 
