@@ -50,18 +50,6 @@ class TimedTable:
         return max(0.0, 1 - sum(bar.end - bar.start for bar in self.bars) / (self.length * self.stages))
 
 
-def lock_step(table: Table, times: Times) -> TimedTable:
-    """Run the table as one program for all devices does: a slot takes its time on every stage if any has an operation in it."""
-    bars, now = [], 0.0
-    for tick in range(table.ticks):
-        for slot in SLOTS:
-            ops = [(stage, op) for stage, row in enumerate(table.rows) for op in row[tick] if op.slot == slot]
-            takes = times.of(slot, table) if ops else 0.0
-            bars += [TimedOp(stage, op, now, now + takes) for stage, op in ops]
-            now += takes
-    return TimedTable(table.stages, tuple(bars))
-
-
 def inputs_kept(table: Table) -> list[list[int]]:
     """Count by stage and tick the microbatches whose input a stage keeps: from the tick after it arrived, or from its forward
     on the first stage, until nothing needs it."""
@@ -117,7 +105,16 @@ class Cost:
 
     @functools.cached_property
     def lock_step(self) -> TimedTable:
-        return lock_step(self.table, self.times)
+        """The table in time, run as one program: a slot takes its time on every stage if one has an operation in it."""
+        bars, now = [], 0.0
+        for tick in range(self.table.ticks):
+            for slot in SLOTS:
+                rows = enumerate(self.table.rows)
+                ops = [(stage, op) for stage, row in rows for op in row[tick] if op.slot == slot]
+                takes = self.times.of(slot, self.table) if ops else 0.0
+                bars += [TimedOp(stage, op, now, now + takes) for stage, op in ops]
+                now += takes
+        return TimedTable(self.table.stages, tuple(bars))
 
     def __str__(self) -> str:
         return f"{self.table}, {percent(self.lock_step.idle)} idle in lock-step"

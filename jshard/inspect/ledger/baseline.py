@@ -59,14 +59,8 @@ class Baseline:
         hint = f"type: {command} --update"
         mesh, collectives, memory = "", dict[Key, tuple[int, int]](), dict[str, int]()
         lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip() and not line.startswith("#")]
-        if not lines:
-            raise JShardError(f"{name} is empty", hint=hint)
-        version = re.fullmatch(r"baseline (\d+)", lines[0][1].strip())
-        if version is None:
-            raise JShardError(f"{name} is not a baseline of jshard", hint=hint)
-        if int(version[1]) != VERSION:
-            fault = f"{name} is a baseline of version {version[1]}, and this jshard reads version {VERSION}"
-            raise JShardError(fault, hint=hint)
+        if not lines or lines[0][1].strip() != f"baseline {VERSION}":
+            raise JShardError(f'{name} does not begin with "baseline {VERSION}", as this jshard writes it', hint=hint)
         for number, line in lines[1:]:
             if found := re.fullmatch(r"mesh (.+)", line):
                 mesh = found[1]
