@@ -29,9 +29,7 @@ class CompiledCollective:
     asynchronous: bool = False  # started, and waited for later, whatever stands between
     hidden: float = 0.0  # share of its bytes that travel while the device works; 0 where nobody has looked
     members: tuple[int, ...] = ()  # the devices of its first group, by their number in the mesh
-    operations: tuple[
-        str, ...
-    ] = ()  # the primitive that each payload comes from: dot_general, psum; "" where XLA lost it
+    operations: tuple[str, ...] = ()  # what each payload comes from: dot_general, psum; "" where XLA lost it
 
     @property
     def total(self) -> int:

@@ -96,9 +96,8 @@ class _ScheduleReader:
     def __init__(self, program: HloProgram):
         self.program = program
         self.read: set[str] = set()
-        self.chains: set[str] = (
-            set()
-        )  # of asynchronous fusions that have begun, maybe before the loop that they go on in
+        # Of asynchronous fusions that have begun, maybe before the loop that they go on in.
+        self.chains: set[str] = set()
         self.updates: dict[str, str] = {}  # of a start that is waited for by another name
 
     def events(self, name: str, site: Site) -> Iterator[Event]:

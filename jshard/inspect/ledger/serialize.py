@@ -28,6 +28,6 @@ def document_of(entry: Any) -> dict[str, Any]:
 def _plain(value: object) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(each) for each in value]
-    return (
-        str(value) if isinstance(value, Location) else document_of(value) if dataclasses.is_dataclass(value) else value
-    )
+    if isinstance(value, Location):
+        return str(value)
+    return document_of(value) if dataclasses.is_dataclass(value) else value

@@ -89,10 +89,8 @@ class Outcome:
     topology: str  # "" of a ledger: nothing was compiled
     moves: tuple[Moves, ...]
     wire: int
-    parts: Mapping[
-        str, tuple[str, int]
-    ]  # of memory, by signal or by kind: the line of the configuration, bytes on each device
-    memory: int
+    parts: Mapping[str, tuple[str, int]]  # of memory, by signal or kind: the line of the configuration, bytes
+    memory: int  # bytes on each device
     stages: tuple[str, ...] = ()  # the schedules of its pipelines, in words
     compiler: str = ""  # whose partitioner added some of the moves
     capacity: int | None = None

@@ -194,9 +194,8 @@ def seconds_by(program: HloProgram, chip: Chip) -> Callable[[Work], float]:
 
     def cycles(work: Work) -> int:
         found = CYCLES.search(work.instruction.rest)
-        return (
-            int(found[1]) if found else 0
-        )  # copies that run beside, scalars; kernels are counted by what they declare
+        # Without an estimate: copies that run beside, scalars; kernels are counted by what they declare.
+        return int(found[1]) if found else 0
 
     def at_peak(work: Work) -> float:
         if work.instruction.opcode.endswith(("-start", "custom-call")) and not CONTRACTED.search(work.instruction.rest):
