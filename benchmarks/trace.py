@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import statistics
 import time
@@ -121,8 +122,11 @@ class Case:
 
 
 def _by_hand(count: int, batch: Any) -> Any:
-    """Lower the loss and gradients of blocks in shard_map: kernels are gathered over `data`, products summed over `tensor`."""
+    """Lower the loss and gradients of blocks in shard_map: kernels are gathered over `data`, and again for the backward pass;
+    products are summed over `tensor`."""
+    kept = lambda primitive, *_, **__: primitive.name not in ("all_gather", "reshape", "broadcast_in_dim", "pvary")
 
+    @functools.partial(jax.checkpoint, policy=kept)
     def loss(layers: Any, x: jax.Array) -> jax.Array:
         for layer in layers:
             norm, gate, up = (lax.all_gather(layer[name], "data", tiled=True) for name in ("norm", "gate", "up"))

@@ -26,6 +26,7 @@ class Eqn(Protocol):
     outvars: list[Any]
     source_info: Any
     ctx: Any
+    effects: Any
 
     @property
     def replace(self) -> Callable[..., Any]: ...
@@ -49,6 +50,7 @@ CALLS = {
     "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "checkpoint": "jaxpr",
     "remat2": "jaxpr", "remat": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr", "custom_lin": "call_jaxpr", "custom_vmap_call": "call", "by_hand": "jaxpr",
+    "folded": "jaxpr",
 }  # fmt: skip
 
 CHECKPOINTS = frozenset(("checkpoint", "remat", "remat2"))  # a policy around one would take the place of its own

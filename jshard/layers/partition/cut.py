@@ -109,7 +109,8 @@ def _plan_cut(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
         moves = {name for some in choose(known(eqn), values, plan.sizes).values() for name in some}.issuperset(names)
         if 2 * max(map(len, ranges)) * (devices if moves else 1) > value.shape[axis]:  # a sum has more on the wire
             return plan.by_table(eqn, values)
-        body = traced_whole(lambda x: _looked_up(eqn, x, axis, ranges), [eqn.invars[0].aval])
+        look = lambda x: _looked_up(eqn, x, axis, ranges)
+        body = plan.once(eqn, lambda: traced_whole(look, [eqn.invars[0].aval]))
         results, inside = plan.program(body, values)
         return results, Step(body=body, inside=(inside,))
 

@@ -29,7 +29,7 @@ WHERE_IT_RESTS = "where the table rests"
 
 
 def _plan_gather(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
-    by_place = _by_place(plan.jaxpr, eqn)
+    by_place = plan.once(eqn, lambda: _by_place(plan.jaxpr, eqn))
     if by_place is not None:
         results, inside = plan.program(by_place, values)
         return results, Step(body=by_place, inside=(inside,))

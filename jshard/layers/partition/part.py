@@ -72,6 +72,11 @@ class Part(Lying):
         return (key for key in self.cache if isinstance(key[0], tuple))  # else what was made of it is remembered
 
     @property
+    def is_followed(self) -> bool:
+        """Whether it takes more with it than its own array: what is asked of it, or another array of the same parameter."""
+        return self.asked is not None or self.uncast is not None or self.wire is not None
+
+    @property
     def beyond(self) -> Names:
         """The mesh axes that it varies over although it is equal on all their devices: its gradient stays unreduced."""
         if self.make is not None or self.rest is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
@@ -44,7 +45,7 @@ class Step:
 
 Plan = Mapping[Hashable, Step]
 
-CALL, PUT_OFF, AT_REST, WHOLE, DONE = "call", "put off", "at rest", "whole", "done"
+CALL, PUT_OFF, AT_REST, WHOLE, DONE, SHARED = "call", "put off", "at rest", "whole", "done", "shared"
 
 
 def names_of(axes: Axes) -> Names:
@@ -83,3 +84,37 @@ def with_marks(
         )
         for key, step in plan.items()
     }
+
+
+def with_shared(program: Any, plan: Plan) -> Plan:
+    """Return the plan with equal calls of one program as calls that share it: JAX traces, linearizes and transposes it once."""
+    found: dict[int, list[list[Hashable]]] = collections.defaultdict(list)  # equal calls, by the program's `id`
+    plan = dict(plan)
+    for eqn in bare(program).eqns:
+        key = key_of(eqn)
+        if plan[key].how != CALL or eqn.primitive.name != "folded":
+            continue
+        body = eqn.params["jaxpr"]
+        step = plan[key] = dataclasses.replace(plan[key], inside=(with_shared(body, plan[key].inside[0]),))
+        alike = next((keys for keys in found[id(body)] if are_alike(plan[keys[0]], step)), None)
+        if alike is None:
+            found[id(body)].append([key])
+        else:
+            alike.append(key)
+    for keys in (keys for each in found.values() for keys in each if len(keys) >= 2):
+        inside = plan[keys[0]].inside
+        plan.update((key, dataclasses.replace(plan[key], how=SHARED, inside=inside)) for key in keys)
+    return plan
+
+
+def are_alike(one: Step, other: Step) -> bool:
+    """Whether two steps are equal to the names of their claims, which signals do not compare."""
+    if one != other or _names_of_claims(one) != _names_of_claims(other):
+        return False
+    pairs = zip(one.inside, other.inside, strict=True)
+    return all(are_alike(step, theirs[key]) for mine, theirs in pairs for key, step in mine.items())
+
+
+def _names_of_claims(step: Step) -> list[str | None]:
+    claims = (*step.claims, step.claim, step.claim_behind, step.gathers)
+    return [None if claim is None else claim.name for claim in claims]

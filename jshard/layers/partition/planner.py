@@ -63,6 +63,7 @@ class Planner:
         self.gathered_behind: dict[Hashable, Signal] = {}  # additions of a bias: their results are gathered
         # by signal and mesh axis: "" where a sum is scattered as `sequence` asks, or why it is not
         self.scattered: dict[tuple[str, str], str] = {}
+        self.bodies: dict[Hashable, Any] = {}  # what is run in the place of equations
         self.eqn: Eqn | None = None  # that is read now
         self.jaxpr: Any = None  # that it is in
         self.path: tuple[Hashable, ...] | None = ()  # the calls around it; None in what holds a program of its own
@@ -97,12 +98,10 @@ class Planner:
         for value in values:
             value.settle()
         self._use(eqn, values)
-        claim, key, begin = self.nearest, key_of(eqn), len(self.needs)
+        claim, begin = self.nearest, len(self.needs)
         operands = tuple(value.axes for value in values)
         if eqn.primitive.name not in self.rules and called(eqn) is not None and not unknown_parameters(eqn):
-            with self._within(None if self.path is None else (*self.path, key)):
-                results, inside = self.program(called(eqn), values)
-            step = Step(CALL, inside=(inside,))
+            step, results = self._call(eqn, values)
         else:
             with self._ran(eqn, values) as results:
                 made, step = self.rule(eqn, values)
@@ -122,6 +121,22 @@ class Planner:
             claim_behind=self.nearest,
         )
 
+    def _call(self, eqn: Eqn, values: list[Value]) -> tuple[Step, list[Value]]:
+        """Plan a call. What goes into one that others share, and comes out of it, is an array or a stored parameter."""
+        is_folded = eqn.primitive.name == "folded"
+        values = [self.array(value) for value in values] if is_folded else values
+        with self._within(None if self.path is None else (*self.path, key_of(eqn))):
+            results, inside = self.program(called(eqn), values)
+            results = [self.force(value) for value in results] if is_folded else results
+        return Step(CALL, inside=(inside,)), results
+
+    def once(self, eqn: Eqn, trace: Callable[[], Any]) -> Any:
+        """Trace what stands for an equation, once for all calls of the program that it is in."""
+        key = key_of(eqn)
+        if key not in self.bodies:
+            self.bodies[key] = trace()
+        return self.bodies[key]
+
     def _is_cut_behind(self, one: Fused, kernel: Value) -> bool:
         claim = kernel.signal
         return claim is not None and bool(claim.column) and not one.size % ways(claim.column, self.sizes)
@@ -131,7 +146,7 @@ class Planner:
         for value in values:
             value.settle()
         self._use(eqn, values)
-        claim, body = self.nearest, traced_whole(one.run, [atom.aval for atom in one.inputs])
+        claim, body = self.nearest, self.once(eqn, lambda: traced_whole(one.run, [atom.aval for atom in one.inputs]))
         with self._ran(eqn, values) as results:
             made, inside = self.program(body, values)
             results += made

@@ -15,10 +15,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jshard.errors import JShardError
 from jshard.layers.partition import by_hand, calls, cut, extremes, lookup, loops, product, shape
+from jshard.layers.partition.folding import folded
 from jshard.layers.partition.named import named
 from jshard.layers.partition.part import Part
 from jshard.layers.partition.pieces import Pieces
-from jshard.layers.partition.plan import Plan, with_marks
+from jshard.layers.partition.plan import Plan, with_marks, with_shared
 from jshard.layers.partition.planner import Planner, whole
 from jshard.layers.partition.readers import readers
 from jshard.layers.partition.regather import regathering
@@ -67,6 +68,10 @@ class Program:
         returns_to: Mapping[int, int] = types.MappingProxyType({}),
     ):
         self.mesh, self.inputs = mesh, inputs
+        stages = [i.claim.stage for i in inputs if i.claim is not None and i.claim.stage is not None]
+        self.stage = next((each for each in stages if each.number is not None), next(iter(stages), None))
+        if is_explicit(mesh) and self.stage is None:  # a pipeline cuts the program itself
+            jaxpr = folded(jaxpr, [i.claim is not None for i in inputs])
         self.jaxpr: Any = jaxpr
         self.returns_to = returns_to  # by the number of a result: the number of the input whose layout it takes
         self.types = [v.aval for v in bare(jaxpr).invars]
@@ -75,8 +80,6 @@ class Program:
         self.use = [tuple(each.axes) for each in inputs]
         self.rest: list[Axes | None] = [None] * len(inputs)
         self.placed: dict[str, Placed] = {}
-        stages = [i.claim.stage for i in inputs if i.claim is not None and i.claim.stage is not None]
-        self.stage = next((each for each in stages if each.number is not None), next(iter(stages), None))
         self.found: dict[Any, Axes] = {}  # how variables are split
         self.unruled: dict[str, int] = {}
         self.plan: Plan = {}
@@ -157,7 +160,7 @@ class Program:
         ends = [planner.force(value) for value in ends]
         rows = [value for value, each in zip(values, self.inputs, strict=True) if each.claim is None]
         marks = unreduced(planner.ran, rows, ends, planner.sizes) if self.stage is None else {}
-        self.plan = with_marks(plan, marks) if marks else plan
+        self.plan = with_shared(self.jaxpr, with_marks(plan, marks) if marks else plan)
         self.unruled, self.found, self.claim_behind = planner.unruled, planner.found, planner.nearest
         self.out_axes = [self._out_axes(number, value.axes) for number, value in enumerate(ends)]
 

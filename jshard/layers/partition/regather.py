@@ -10,7 +10,19 @@ from jax._src import source_info_util
 from jax.extend.core import Primitive
 
 from jshard.layers.partition.planner import STAYS
-from jshard.programs.jaxprs import CHECKPOINTS, LOOPS, OpenJaxpr, bare, holds, inner, part_of, read_by, variables
+from jshard.programs.jaxprs import (
+    CHECKPOINTS,
+    LOOPS,
+    Eqn,
+    OpenJaxpr,
+    bare,
+    holds,
+    inner,
+    is_in,
+    part_of,
+    read_by,
+    variables,
+)
 
 regathered_p = Primitive("regathered")  # only the partition meets it: nothing binds it
 regathered_p.multiple_results = True
@@ -33,8 +45,7 @@ def regathering(program: Any, stored: Sequence[bool]) -> Any:
     eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in once]
     roots_of = lambda eqns: set().union(*(roots.get(variable, ()) for variable in read_by(eqns)))
     shared: set[Any] = set()
-    is_loop = lambda eqn: eqn.primitive.name in LOOPS or any(holds(each, LOOPS) for each in inner(eqn))
-    is_border = lambda eqn: is_loop(eqn) or not shared.isdisjoint(roots_of([eqn]))
+    is_border = lambda eqn: _is_own(eqn) or not shared.isdisjoint(roots_of([eqn]))
     while True:
         groups = _cut(eqns, is_border)
         readers = collections.Counter(root for group in groups for root in roots_of(group))
@@ -45,8 +56,26 @@ def regathering(program: Any, stored: Sequence[bool]) -> Any:
     for number, group in enumerate(groups):
         read = read_by(eqn for some in groups[number + 1 :] for eqn in some).union(variables(jaxpr.outvars))
         found += group if number % 2 else _wrapped(jaxpr, made, group, read, roots.keys())
+    bodies: dict[Any, Any] = {}
+    found = [_regathering_call(eqn, roots.keys(), bodies) for eqn in found]
     cut = jaxpr.replace(eqns=found)
     return cut if program is jaxpr else program.replace(jaxpr=cut)
+
+
+def _is_own(eqn: Eqn) -> bool:
+    """Whether an equation says itself what is gathered again: a loop, and a call that others share."""
+    return eqn.primitive.name in (*LOOPS, "folded") or any(holds(each, LOOPS) for each in inner(eqn))
+
+
+def _regathering_call(eqn: Eqn, at_rest: Set[Any], bodies: dict[Any, Any]) -> Eqn:
+    """The same call, of a program that gathers again; calls of one program stay calls of one."""
+    if eqn.primitive.name != "folded":
+        return eqn
+    body, stored = eqn.params["jaxpr"], tuple(is_in(atom, at_rest) for atom in eqn.invars)
+    key = id(body), stored
+    if key not in bodies:
+        bodies[key] = regathering(body, stored)
+    return eqn.replace(params={"jaxpr": bodies[key]})
 
 
 def _cut(eqns: Sequence[Any], is_border: Callable[[Any], bool]) -> list[list[Any]]:

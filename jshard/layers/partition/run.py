@@ -21,7 +21,7 @@ from jshard.layers.gather import Kernels
 from jshard.layers.partition.choice import asked_of
 from jshard.layers.partition.local_sizes import Choice, axes_of, localized
 from jshard.layers.partition.part import Moving, Names, Part, vary
-from jshard.layers.partition.plan import AT_REST, CALL, DONE, PUT_OFF, WHOLE, Plan, Step, key_of
+from jshard.layers.partition.plan import AT_REST, CALL, DONE, PUT_OFF, SHARED, WHOLE, Plan, Step, key_of
 from jshard.layers.partition.planner import CASTS, Planner, PlanRule, known, sums_early, whole
 from jshard.layers.partition.value import Value, claim_of
 from jshard.layouts.axes import Factors
@@ -52,8 +52,12 @@ class Run:
         some_layers: SomeLayers | None = None,
     ):
         self.mesh, self.plans, self.rules, self.some_layers = mesh, plans, rules, some_layers
-        self.sizes = dict(mesh.shape)
+        self.shared: dict[Any, Callable[..., list[Array]]] = {}  # calls of one program on parts that lie alike
         self.by = by  # the fields of the scope in which what is carried goes from stage to stage
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.mesh.shape)
 
     # -- a jaxpr --
 
@@ -84,8 +88,8 @@ class Run:
             stack = placed_in(stack, step.claim.name)
         # not `eqn.ctx.manager`: it would bring back the mesh of the trace, and the axes of this shard_map would be gone
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
-            if step.how == CALL:
-                return self.run(called(eqn), parts, step.inside[0])
+            if step.how in (CALL, SHARED):
+                return self._call(eqn, parts, step)
             for at, names in step.marks.items():
                 parts = [*parts[:at], parts[at].varying(names, self.moving(step.claim)), *parts[at + 1 :]]
             if step.body is not None:
@@ -93,6 +97,25 @@ class Run:
             name = eqn.primitive.name
             is_known = name in self.rules and not unknown_parameters(eqn)
             return self.rules[name](self, eqn, parts, step) if is_known else self.by_table(eqn, parts, step)
+
+    def _call(self, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+        program, (inside,) = called(eqn), step.inside
+        if eqn.primitive.name != "folded":
+            return self.run(program, parts, inside)
+        places = [self.array(part, step.claim) for part in parts]
+
+        def layer(*xs: Array) -> list[Array]:
+            outs = self.run(program, [part.outside(x=x) for part, x in zip(forms, xs, strict=True)], inside)
+            return [self.force(part, step.claim_behind).x for part in outs]
+
+        if step.how == CALL or any(part.is_followed for part in places):
+            forms = places
+            outs = layer(*(part.x for part in places))
+        else:
+            forms = [part.outside(x=None) for part in places]
+            key = id(inside), tuple((p.shape, p.axes, p.rest, p.is_multiplied_once) for p in forms)
+            outs = self.shared.setdefault(key, jax.jit(layer))(*(part.x for part in places))
+        return [Part(tuple(v.aval.shape), a, x) for v, a, x in zip(eqn.outvars, step.results, outs, strict=True)]
 
     def planned(self, program: Any, parts: Sequence[Part], claim: Signal | None) -> list[Part]:
         """Plan a program that JAX has made now, the derivative of a function say, and run it."""
