@@ -25,11 +25,12 @@ from jshard.inspect.verify.dataflow import (
 from jshard.inspect.verify.first_divergence import FirstDivergence, beginning, compared, relative
 from jshard.inspect.verify.inputs import Subject, shaken
 from jshard.inspect.verify.interpreter import Evaluation
+from jshard.inspect.verify.own_derivatives import noticed, tested
 from jshard.inspect.verify.residues import modulus_for
 from jshard.inspect.verify.side import FAULT, Side, held_to_faults, of_ones, resized
 from jshard.inspect.verify.verification import ROUNDING, Finding, Verification, in_words
 from jshard.programs.jaxprs import ClosedJaxpr, equations
-from jshard.programs.provenance import Cause, own_line
+from jshard.programs.provenance import Cause
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.keys import blamed
 
@@ -58,7 +59,7 @@ def verify(
 def _verified(program: Subject, meshes: Sequence[Mapping[str, int]], tell: Callable[[str], None]) -> Verification:
     configured = mesh()
     sides = [Side(program, configured, configured, tell)]
-    with _own_derivatives() as own:
+    with noticed() as own:
         _check_own(program, sides[0].trace()[0])
     reference = Side(program, of_ones(configured), configured, tell)
     sides += [Side(program, resized(configured, sizes), configured, tell) for sizes in meshes]
@@ -72,7 +73,9 @@ def _verified(program: Subject, meshes: Sequence[Mapping[str, int]], tell: Calla
         findings += more
         begins += [begin] if begin is not None else []
     dropped, unheld = trial.dropped(sides[0])
-    return Verification((*findings, *dropped), tuple(begins), trial.words, unheld, tuple(own))
+    return Verification(
+        (*findings, *dropped), tuple(begins), trial.words, unheld, tuple(tested(*each) for each in own.items())
+    )
 
 
 @contextlib.contextmanager
@@ -84,31 +87,6 @@ def _told() -> Iterator[Callable[[str], None]]:
         return
     with console.status("verify") as status:
         yield lambda what: status.update(Text(f"verify {what}"))
-
-
-@contextlib.contextmanager
-def _own_derivatives() -> Iterator[dict[str, None]]:
-    """Name the functions called inside whose derivatives the program writes: both sides use these, and can't doubt them."""
-    found: dict[str, None] = {}
-    kinds: tuple[Any, ...] = jax.custom_vjp, jax.custom_jvp
-    before = [kind.__call__ for kind in kinds]
-
-    def noticing(call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(self: Any, *args: object, **kwargs: object) -> Any:
-            code = getattr(self.fun, "__code__", None)
-            if code is not None and (line := own_line([(code.co_filename, code.co_firstlineno)])):
-                found[f"{self.fun.__name__}() at {line}"] = None
-            return call(self, *args, **kwargs)
-
-        return called
-
-    try:
-        for kind, call in zip(kinds, before, strict=True):
-            kind.__call__ = noticing(call)
-        yield found
-    finally:
-        for kind, call in zip(kinds, before, strict=True):
-            kind.__call__ = call
 
 
 def _check_own(program: Subject, jaxpr: ClosedJaxpr) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jshard.inspect.verify.first_divergence import FirstDivergence
+from jshard.inspect.verify.own_derivatives import OwnDerivative
 from jshard.printing.table import Block, Rows, Shown
 from jshard.programs.provenance import Cause
 from jshard.signals.globs import repeats
@@ -94,7 +95,7 @@ class Verification(Shown):
     beginnings: tuple[FirstDivergence, ...]
     probes: str
     unheld: str = ""  # why it is not known what a plain call changes
-    own: tuple[str, ...] = ()  # the functions whose derivatives the program writes
+    own: tuple[OwnDerivative, ...] = ()
     plain: PlainSteps | None = None  # of an experiment
     short: str = ""  # that a large model was made shorter
 
@@ -114,8 +115,7 @@ class Verification(Shown):
             yield f"what a plain call changes is not known (because: {self.unheld})"
         if self.plain:
             yield f"{self.plain}"
-        compare = "not compared with its function; jax.test_util.check_grads compares them"
-        yield from (f"derivatives of your own: {each}, {compare}" for each in self.own)
+        yield from map(str, self.own)
         yield Rows(list(self._rows()))
         yield self.probes
 
@@ -172,7 +172,7 @@ class Verification(Shown):
                 "findings": findings,
                 "beginnings": begins,
                 "unheld": self.unheld,
-                "own_derivatives": self.own,
+                "own_derivatives": [dataclasses.asdict(each) for each in self.own],
                 "short": self.short,
                 "plain": self.plain and dataclasses.asdict(self.plain),
             },

@@ -369,25 +369,44 @@ import jax.numpy as jnp
 def own(x, power):
     return x**power
 
-own.defvjp(lambda x, power: (own(x, power), x), lambda x, slope: (slope * 3 * x**2, None))
+own.defvjp(lambda x, power: (own(x, power), x), lambda x, slope: (FACTOR * slope * 3 * x**2, None))
 
 def f(x):
     return own(x, 3).sum() + jax.nn.relu(x).sum()
 """
 
 
-def test_a_derivative_of_ones_own_is_named(tmp_path):
+@pytest.mark.quick("2")
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_derivative_of_ones_own_is_named_with_a_finite_difference_beside_it(factor, tmp_path):
     file = tmp_path / "m.py"
-    file.write_text(OWN)
+    file.write_text(OWN.replace("FACTOR", str(factor)))
     module = {"__name__": "m"}
     exec(compile(file.read_text(), str(file), "exec"), module)
     verification = verify(module["f"], put((8, 8), "data"))
-    assert verification.ok and verification.own == ("own() at m.py:5",)
-    line = "derivatives of your own: own() at m.py:5, not compared with its function; jax.test_util.check_grads compares them"
-    assert line in str(verification).splitlines()
+    (own,) = verification.own
+    assert verification.ok and own.by_rule == pytest.approx(factor * own.by_difference, rel=1e-4)
+    line = "derivatives of your own: own() at m.py:5, not compared with its function; in a random direction its rule gives "
+    assert f"{line}{own.by_rule:.6g}, a finite difference {own.by_difference:.6g}" in str(verification).splitlines()
 
 
-def test_verify_draws_what_it_does_on_a_terminal_and_nowhere_else(capsys, monkeypatch):
+def test_a_derivative_that_can_not_run_by_itself_is_named_too():
+    @jax.custom_jvp
+    def summed(x):
+        return jax.lax.psum(x, "data")
+
+    summed.defjvp(lambda x, dx: (summed(*x), jax.lax.psum(*dx, "data")))
+
+    def f(x):
+        return jax.shard_map(summed, mesh=jshard.mesh(), in_specs=jax.P("data"), out_specs=jax.P())(x).sum()
+
+    (own,) = verify(f, put((8, 8), "data")).own
+    assert own.unknown.startswith(
+        "NameError: "
+    ) and f"() at test_verify.py:{summed.fun.__code__.co_firstlineno}" in str(own)
+
+
+def test_verify_draws_a_bar_on_a_terminal_and_nowhere_else(capsys, monkeypatch):
     verify(two_layers, *hand_written(), backward=False)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("rich.console.Console.is_terminal", True)
