@@ -375,3 +375,8 @@ def test_floors_parameters_have_types(rooms, most):
         for each in parameters(function)
     ]
     assert every.count("Any") / len(every) <= most
+
+
+def test_floors_the_list_of_mutants_names_files():
+    named = [line[1:-1] for line in Path(".ci/mutants.txt").read_text().splitlines() if line.startswith("[")]
+    assert [name for name, times in collections.Counter(named).items() if times > 1 or not Path(name).is_file()] == []

@@ -17,13 +17,13 @@ from jshard.layers.balance import Costs
 from jshard.layers.call_arguments import OUTSIDE, PARAMETER, VARIABLE
 from jshard.layers.partition.stages import Counts
 from jshard.layers.pipeline.numbered import PipelinedPieces
+from jshard.layers.pipeline.scheduled import table_of
 from jshard.layers.pipeline.stacked import OneStage, Pipelined
-from jshard.layers.pipeline.table import present_table
 from jshard.layers.sharded_call import Call
 from jshard.layouts.layout import Layout
 from jshard.programs.jaxprs import equations
 from jshard.schedules import generate
-from jshard.signals.active_config import on_mesh
+from jshard.signals.active_config import configuration, on_mesh
 
 WIDTH, LAYERS, MICROBATCHES = 8, 4, 2
 X = np.zeros((4, WIDTH), np.float32)
@@ -93,7 +93,7 @@ def test_one_device_that_stands_for_a_mesh_has_all_chunks_of_its_table(schedule)
     assert (found.table, found.meant) == (of_two, of_two)
     one = jax.make_mesh((1, 1), ("stage", "data"), (jax.sharding.AxisType.Explicit,) * 2, devices=jax.devices()[:1])
     with on_mesh(one, jshard.mesh()):
-        assert present_table() == of_two
+        assert table_of(configuration().pipeline) == of_two
         found = made()
         kind = "zero_bubble" if schedule == "zero_bubble" else "1f1b"
         assert found.meant == of_two
@@ -116,13 +116,6 @@ def test_stages_are_the_last_of_what_splits_at_rest_and_a_stage_has_the_others_l
         'signal "edges" (<dict>) names mesh axis "stage", that of the stages, not last in store (<dict>); write store: [data, zed, '
         "stage]"
     )
-
-
-def test_without_a_pipeline_there_is_no_table():
-    jshard.unload()
-    assert present_table() is None
-    jshard.load({"jshard": {"mesh": {"stage": 2}}})
-    assert present_table() is None
 
 
 RANGES = {"0..0": 0, "1..3": 1}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jshard.layers.partition.wanted import wanted
+from jshard.layers.partition.choice import wanted
 from jshard.programs.jaxprs import bare, called
 
 P, X = np.ones(4, np.float32), np.ones((8, 4), np.float32)

@@ -14,7 +14,8 @@ import jax.core as jax_core
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard.errors import JShardError
-from jshard.layers.partition import by_hand, calls, cut, extremes, lookup, loops, product, shape
+from jshard.layers.partition import by_hand, calls, cut, lookup, loops, product, shape
+from jshard.layers.partition.choice import wanted
 from jshard.layers.partition.folding import folded
 from jshard.layers.partition.named import named
 from jshard.layers.partition.part import Part
@@ -26,7 +27,6 @@ from jshard.layers.partition.regather import regathering
 from jshard.layers.partition.run import Run, SomeLayers
 from jshard.layers.partition.unreduced import unreduced
 from jshard.layers.partition.value import Parameter, Value
-from jshard.layers.partition.wanted import wanted
 from jshard.layers.remat import CHUNK
 from jshard.layers.roles import Placed, Use, not_stored, parameter_layouts
 from jshard.layouts.layout import Layout
@@ -41,7 +41,7 @@ from jshard.signals.signal import Signal
 
 PLANS = {**by_hand.PLANS, **calls.PLANS, **cut.PLANS, **lookup.PLANS, **loops.PLANS, **product.PLANS, **shape.PLANS}
 RULES = {
-    **by_hand.RULES, **calls.RULES, **cut.RULES, **extremes.RULES, **lookup.RULES, **loops.RULES, **product.RULES,
+    **by_hand.RULES, **calls.RULES, **cut.RULES, **lookup.RULES, **loops.RULES, **product.RULES,
     **shape.RULES,
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Rules of operations that make arrays, or shape them anew."""
+"""Rules of operations that make arrays, or shape them anew, and of extremes, whose gradient several elements may share."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.core import Literal
 
-from jshard.layers.partition.local_sizes import local_shape
+from jshard.layers.partition.local_sizes import axes_of, local_shape
 from jshard.layers.partition.part import Moving, Part, vary
 from jshard.layers.partition.plan import PUT_OFF, Names, Step
 from jshard.layers.partition.planner import Planned, Planner, PlanRule, known, whole
 from jshard.layers.partition.run import Rule, Run, shape_of
 from jshard.layers.partition.value import Value
+from jshard.layers.reduce import ReductionBody
+from jshard.layouts.axes import REDUCTIONS
 from jshard.layouts.redistribution import Axes
 from jshard.programs.jaxprs import Eqn
 
@@ -116,11 +118,26 @@ def _inside(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
     return run.by_table(eqn, parts, step)
 
 
+def _extreme(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+    """Reduce over elements and devices in one step: by two, the gradient would be shared among devices, whatever each has."""
+    found = known(eqn)
+    kind: Any = REDUCTIONS[eqn.primitive.name]
+    names = [name for factor, some in step.choice.items() if found.kinds[factor] == kind for name in some]
+    if not names or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        return run.by_table(eqn, parts, step)
+    (x,) = run.placed(parts, found, step)
+    over = tuple(name for name in names if run.sizes[name] >= 2)
+    out = ReductionBody(kind, tuple(eqn.params["axes"]), keepdims=False, mesh_axes=over)(x)
+    out = run.reduce(out, tuple(name for name in names if name not in over), kind, step.claim)
+    return [Part(shape_of(eqn), axes_of(found.results[0], step.choice), out)]
+
+
 PLANS: dict[str, PlanRule] = {
     **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), _plan_inside), "broadcast_in_dim": _plan_broadcast,
     **dict.fromkeys(("iota", "random_bits"), _plan_made), "optimization_barrier": _plan_ordered,
 }  # fmt: skip
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), _inside),
+    **dict.fromkeys(("reduce_max", "reduce_min"), _extreme),
     "iota": _iota, "optimization_barrier": _ordered, "random_bits": _drawn,
 }  # fmt: skip

@@ -12,9 +12,10 @@ from jax.interpreters import partial_eval
 from jshard.errors import JShardError
 from jshard.layers.partition import Microbatches, Program
 from jshard.layers.partition.pieces import Piece
-from jshard.layers.pipeline.table import table_of
-from jshard.schedules import generate
-from jshard.signals.active_config import configuration
+from jshard.schedules import KINDS, Table, generate, load
+from jshard.schedules.table import counted
+from jshard.signals.active_config import configuration, mesh_to_choose_for
+from jshard.signals.config import Pipeline
 
 
 class Scheduled(Microbatches):
@@ -72,3 +73,22 @@ class Scheduled(Microbatches):
 
         after, before = lax.scan(turn, [xs[n] for n in numbers], None, length=self.table.microbatches)
         return after, dict(zip(numbers, before, strict=True))
+
+
+def table_of(asked: Pipeline) -> Table:
+    """Make, or read, the table of a pipeline; on one device that stands for a mesh, that of the mesh."""
+    stages = mesh_to_choose_for().shape[asked.axis]
+    if asked.schedule in KINDS:
+        return generate(asked.schedule, stages, asked.microbatches, asked.chunks)
+    table = load(asked.schedule)
+    chunks = table.virtual_stages // table.stages
+    for what, has, says in (
+        ("stage", table.stages, stages), ("microbatch", table.microbatches, asked.microbatches),
+        ("chunk", chunks, asked.chunks or chunks),
+    ):  # fmt: skip
+        if has != says:
+            raise JShardError(
+                f"jshard.pipeline ({asked.place}) has {counted(says, what)}, and its table {asked.schedule} has {has}",
+                hint=f"write another table, or give the pipeline {counted(has, what)}",
+            )
+    return table
