@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jshard
 from jshard.cli import main
 from jshard.layers.partition.lookup import WHERE_IT_RESTS
 from jshard.layers.partition.plan import key_of, steps
 from jshard.layers.partition.planner import Planner
+from jshard.layers.sharded_call import Call
 from jshard.programs.jaxprs import bare
 from jshard.signals import active_config as current
 from jshard.training.experiments.experiment import Experiment
@@ -55,6 +59,17 @@ def test_each_equation_is_decided_once_a_pass(file, passes, english, monkeypatch
     Experiment.build(current.load(CONFIGS / file, [*SMALL, "_split.store=data"]), current.mesh()).lowered()
     assert set(decided.values()) == {1}
     assert max(programs.values()) == passes
+
+
+def test_a_run_that_splits_an_array_otherwise_than_its_step_is_no_run():
+    """The plan is a second account of the run: where they differ, one of them is wrong, and no number comes out."""
+    x = np.ones((8, 16), np.float32)
+    jshard.load({"jshard": {"mesh": {"data": 8}}, "all": {"row": "data", "match": ["**"]}})
+    call = Call(lambda params, x: jnp.tanh(x @ params["kernel"]), ({"kernel": np.ones((16, 4), np.float32)}, x), {})
+    key, step = next((key, step) for key, step in call.program.plan.items() if step.choice)
+    call.program.plan = {**call.program.plan, key: dataclasses.replace(step, results=(((), ()),))}
+    with pytest.raises(AssertionError):
+        call.run("f")
 
 
 LINES = """\

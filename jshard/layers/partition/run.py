@@ -76,9 +76,11 @@ class Run:
                 pieces = self.equation(eqn, [read(atom) for atom in step.fused.inputs], step)
                 known.update((variable, pieces[at]) for variable, at in step.fused.pieces.items())
             elif step.how != DONE:
-                known.update(
-                    zip(eqn.outvars, self.equation(eqn, [read(atom) for atom in eqn.invars], step), strict=True)
-                )
+                parts = [read(atom) for atom in eqn.invars]
+                results = self.equation(eqn, parts, step)
+                assert tuple(part.axes for part in parts) == step.operands, (eqn, parts, step)
+                assert tuple(part.axes for part in results) == step.results, (eqn, results, step)
+                known.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
