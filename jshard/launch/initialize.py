@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from jshard.errors import FULL, JShardError
-from jshard.launch.cluster_env import Membership, found
+from jshard.launch.cluster_env import Membership, cards_of, found, place_on_host
 from jshard.launch.heartbeat import Pulse
-from jshard.launch.local_gpus import cards_of, place_on_host
 from jshard.launch.peer_loss import is_of_connection, who_is_gone
 from jshard.launch.rendezvous import AlreadyReported, Facts, answer
 from jshard.layouts.pretend import THREADS_PER_DEVICE, keep_freed, pretend

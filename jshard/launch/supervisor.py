@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from jshard.hardware.host import free_port
-from jshard.launch.cluster_env import Membership
+from jshard.launch.cluster_env import Membership, cards_of
 from jshard.launch.heartbeat import ALL, BAR
-from jshard.launch.local_gpus import cards_of
 from jshard.launch.peer_loss import is_gone, rank_0_is_gone, waits_in
 from jshard.launch.worker import Worker
 from jshard.runs.names import RESTART

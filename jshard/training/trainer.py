@@ -16,8 +16,7 @@ from jshard.layers.token_loss import cross_entropy
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.config import Configuration, load_configuration
 from jshard.training.components import Component
-from jshard.training.data.batches import Placement, part_of, source
-from jshard.training.data.prefetch import read_ahead
+from jshard.training.data.batches import Placement, part_of, read_ahead, source
 from jshard.training.experiments.experiment import READING, Experiment
 from jshard.training.experiments.loop import AHEAD, placed
 from jshard.training.experiments.loss import Objective

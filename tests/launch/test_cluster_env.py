@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jshard.errors import JShardError
-from jshard.launch.cluster_env import Membership, first_host, found
-from jshard.launch.local_gpus import cards_of, place_on_host
+from jshard.launch.cluster_env import Membership, cards_of, first_host, found, place_on_host
 
 SLURM = {
     "SLURM_JOB_ID": "77",

@@ -21,7 +21,7 @@ from jshard.inspect.report.facts import ACTIVATION, BATCH, OPTIMIZER, Facts, Lai
 from jshard.layers.sharding import objective_of, partitioned
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import words_of
-from jshard.programs.jaxprs import Jaxpr, Shaped, inner
+from jshard.programs.jaxprs import Shaped, inner
 from jshard.programs.provenance import Cause
 from jshard.signals import active_config as current
 from jshard.signals.config import Configuration
@@ -77,7 +77,8 @@ def facts_of_function(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 def _facts(title: str, about: tuple[str, ...], laid: list[Laid], traced: Traced, ledger: Ledger) -> Facts:
     """Add the arrays between the layers of the traced forward, and what the loaded configuration says."""
     present = current.configuration()
-    arrays = (*laid, *_activations(traced.forward().jaxpr))
+    between = collections.Counter(_between(traced.forward().jaxpr, Cause())).items()
+    arrays = (*laid, *(dataclasses.replace(each, note=f"{n:,} × " if n > 1 else "") for each, n in between))
     meshes = [array.mesh for array in arrays if array.mesh is not None]
     is_placed = present is not None and present.mesh is not None
     mesh = current.mesh() if is_placed else max(meshes, key=lambda mesh: mesh.size, default=None)
@@ -122,12 +123,6 @@ def _in_the_text(array: Laid) -> tuple[bool, str, int, int]:
     if place is None or array.kind == OPTIMIZER:
         return True, "", 0, 0
     return False, place.source, place.line or 0, -len(array.shape)  # a kernel before its bias
-
-
-def _activations(jaxpr: Jaxpr) -> Iterator[Laid]:
-    """The arrays between the layers."""
-    for found, times in collections.Counter(_between(jaxpr, Cause())).items():
-        yield dataclasses.replace(found, note=f"{times:,} × " if times > 1 else "")
 
 
 def _between(jaxpr: Any, outside: Cause) -> Iterator[Laid]:

@@ -11,8 +11,14 @@ import jax.numpy as jnp
 
 from jshard.inspect.ledger.jaxpr_walk import Around
 from jshard.inspect.ledger.tracing import is_inexact
-from jshard.inspect.verify.residues import COLLECTIVE_SUMS, ORDERED, is_opaque, is_scrambled, touches_floats
-from jshard.inspect.verify.wide import keeps_its_dtypes
+from jshard.inspect.verify.residues import (
+    COLLECTIVE_SUMS,
+    ORDERED,
+    is_opaque,
+    is_scrambled,
+    keeps_its_dtypes,
+    touches_floats,
+)
 from jshard.programs.jaxprs import (
     Atom,
     Eqn,

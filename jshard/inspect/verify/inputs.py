@@ -18,8 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jshard.errors import JShardError
 from jshard.inspect.ledger.tracing import Traced, is_array, is_inexact
-from jshard.inspect.verify.residues import mixed
-from jshard.inspect.verify.wide import widened
+from jshard.inspect.verify.residues import mixed, widened
 from jshard.layers.layer import Path, model_arrays, parameter_of
 from jshard.layers.linen import positional_names
 from jshard.layers.sharded_call import alone

@@ -26,8 +26,9 @@ from jshard.inspect.verify.residues import (
     opaque,
     results_of,
     touches_floats,
+    wide_results,
+    widened,
 )
-from jshard.inspect.verify.wide import wide_results, widened
 from jshard.programs.jaxprs import Eqn, Jaxpr, Shaped, bare, bound, called, inner, is_in, run, scanned, variables
 from jshard.programs.provenance import Cause
 
@@ -114,7 +115,8 @@ class _Level:
         for variable, result in zip(eqn.outvars, results, strict=True):
             if variable in self.handed_on and is_float(variable.aval):
                 self._note(result, eqn, here, of_sum=variable in self.of_sums)
-        if self.how.nan_origins and not _holds_noted(eqn) and eqn.primitive.name not in BEARS_NO_NAN:
+        is_noted_inside = eqn.primitive.name in ("shard_map", "scan") or called(eqn) is not None
+        if self.how.nan_origins and not is_noted_inside and eqn.primitive.name not in BEARS_NO_NAN:
             if any(map(is_inexact, map(jax.typeof, results))):
                 self._note(_hold_nan(results) & ~_hold_nan(x), eqn, here)
         return results
@@ -253,11 +255,6 @@ def _hold_nan(values: Sequence[Any]) -> jax.Array:
     """Whether one of them holds a NaN."""
     inexact = [each for each in values if is_inexact(jax.typeof(each))]
     return functools.reduce(jnp.logical_or, (jnp.isnan(each).any() for each in inexact), jnp.bool_(False))
-
-
-def _holds_noted(eqn: Eqn) -> bool:
-    """Whether its inner equations are noted one by one."""
-    return eqn.primitive.name in ("shard_map", "scan") or called(eqn) is not None
 
 
 def _typed_as(result: object, aval: object) -> Any:

@@ -8,6 +8,8 @@ Every floating-point array becomes one of whole numbers modulo a prime, the leas
   be a *function*: equal arguments give equal results, wherever they are computed, and any change of the argument shows.
 - Maxima and sorting go by the order of these whole numbers, comparisons by that of a difference and zero; what only moves
   elements moves them.
+
+Equations also run here in 64 bits, whatever dtypes they ask for: the rounding that is left hides no fault.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 from jax.lax import GatherScatterMode
+from jax.typing import DTypeLike
 
-from jshard.layouts.primitives import ELEMENTWISE
+from jshard.layouts.primitives import ELEMENTWISE, MATRICES
 from jshard.programs.jaxprs import Eqn, bound, equations
 
 PRIMES = (2039, 1021, 509, 251, 127, 61, 31)
@@ -59,6 +62,8 @@ SCATTERS = {
 DTYPES = frozenset(("dtype", "new_dtype", "preferred_element_type"))  # parameters of equations
 SCRAMBLED = ELEMENTWISE - LINEAR - ORDERED - MOVED
 PROVABLE = LINEAR | ORDERED | MOVED | SCRAMBLED
+# What has a meaning in 64 bits. All else, such as a kernel, runs in its own dtypes.
+WIDENED = PROVABLE - {"bitcast_convert_type"} | {"fft", "cumprod", "cumlogsumexp", "reduce_prod", *MATRICES.split()}
 
 
 def is_float(x: jax.Array | np.ndarray) -> bool:
@@ -258,3 +263,32 @@ def _converted(x: jax.Array | np.ndarray, before: Any, after: Any, prime: int) -
         return x
     small = lax.rem(x, jnp.asarray(prime, x.dtype)) if x.dtype.itemsize >= 4 else x
     return reduced(small.astype(jnp.int32), prime)
+
+
+# -- in 64 bits --
+
+
+def widened(dtype: DTypeLike) -> Any:
+    """Return the dtype of 64 bits in place of a floating-point or complex one."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.float64
+    return np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
+
+
+def keeps_its_dtypes(eqn: Eqn) -> bool:
+    """Say whether an equation on floating-point numbers runs in its own dtypes."""
+    return touches_floats(eqn) and eqn.primitive.name not in WIDENED
+
+
+def wide_results(eqn: Any, x: Sequence[Any], *, rounds: bool) -> list[Any]:
+    """Compute the results of an equation whose operands have 64 bits. With `rounds` a conversion leaves only the bits of its
+    dtype."""
+    if keeps_its_dtypes(eqn):
+        results = bound(eqn, [jnp.asarray(each, v.aval.dtype) for each, v in zip(x, eqn.invars, strict=True)])
+    elif eqn.primitive.name == "reduce_precision":
+        results = x
+    elif eqn.primitive.name == "convert_element_type" and rounds:
+        results = bound(eqn, x)
+    else:
+        results = retyped(eqn, x, np.float64)
+    return [jnp.asarray(each, widened(each.dtype)) for each in results]

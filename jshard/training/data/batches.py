@@ -1,10 +1,13 @@
-"""What the user's data function returned, and the way of its batches onto the mesh."""
+"""What the user's data function returned, and the way of its batches onto the mesh, read ahead of the steps."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import queue
+import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,6 +22,8 @@ from jshard.training.data.sources import Examples, Indexed, Selectable, Shuffled
 from jshard.training.data.text import Packed
 from jshard.training.settings import Settings, rows_over
 
+T = TypeVar("T")
+FAREWELL = 5.0  # seconds to wait for a reader that is still inside the user's own code
 PAIR = 'return {"train": (x, y), "test": (x, y)}'
 
 
@@ -190,3 +195,43 @@ def settle(module: object, mesh: Mesh | None) -> Any:
 
     nnx.update(module, jax.tree.map(place, nnx.state(module)))
     return module
+
+
+@contextlib.contextmanager
+def read_ahead(made: Iterator[T], depth: int) -> Iterator[Iterator[T]]:
+    """Yield what `made` yields, up to `depth` of it ready before it is asked for; 0 makes each when it is asked for. What goes
+    wrong there is raised here, with the traceback that it had there."""
+    if depth == 0:
+        yield made
+        return
+    ready, room, over = queue.SimpleQueue[Any](), threading.Semaphore(depth), threading.Event()
+
+    def read() -> None:
+        try:
+            for value in made:
+                room.acquire()
+                if over.is_set():
+                    return
+                ready.put((value, None))
+            ready.put((None, StopIteration()))
+        except BaseException as error:  # all of them: it is raised where the values are wanted
+            ready.put((None, error))
+
+    def values() -> Iterator[T]:
+        while True:
+            value, error = ready.get()
+            room.release()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield value
+
+    thread = threading.Thread(target=read, name="jshard reads ahead", daemon=True)
+    thread.start()
+    try:
+        yield values()
+    finally:
+        over.set()
+        room.release()
+        thread.join(FAREWELL)

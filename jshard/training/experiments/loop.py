@@ -22,8 +22,7 @@ from jshard.inspect.verify.inputs import Named, named_leaves
 from jshard.layers.gradients import accumulated
 from jshard.layers.sharding import objective_of, partitioned
 from jshard.layers.user_code_errors import as_user_error
-from jshard.training.data.batches import Placement, padded
-from jshard.training.data.prefetch import read_ahead
+from jshard.training.data.batches import Placement, padded, read_ahead
 from jshard.training.data.sources import Position, Selectable, Source
 from jshard.training.experiments.loss import Objective
 
@@ -90,8 +89,8 @@ def gradients_of(model: Any, loss: Objective, microbatches: int, argnums: Any = 
     by_microbatches = accumulated(objective_of(loss))
 
     def differentiated(model: object, x: object, y: Any) -> Any:
-        if len(jax.tree.leaves(y)) > 1 or not loss.divides_by_count(y[0]):
-            return by_microbatches(model, x, y)
+        if len(jax.tree.leaves(y)) > 1 or loss.written is not None or y[0].ndim < 2:
+            return by_microbatches(model, x, y)  # else a mean over targets that count, of which each has more or fewer
         count = jnp.maximum(layers.sum((y >= 0).astype(jnp.float32)), 1.0) / microbatches
         return by_microbatches(model, x, y, jnp.broadcast_to(count, microbatches))
 

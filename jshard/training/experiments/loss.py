@@ -74,10 +74,6 @@ class Objective:
             )
         return value
 
-    def divides_by_count(self, targets: jax.Array) -> bool:
-        """Whether it is a mean over those targets of a row that count, of which microbatches have more and fewer."""
-        return self.written is None and targets.ndim > 1
-
     def scores(self, model: Any, x: object, targets: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Return for each figure of an evaluation what each row adds to it, and for how much of it the row counts."""
         rows = jax.tree.leaves(targets)[0].shape[0]

@@ -16,8 +16,8 @@ from jshard.inspect.ledger.tracing import is_inexact
 from jshard.inspect.verify.first_divergence import relative
 from jshard.inspect.verify.inputs import shaken
 from jshard.inspect.verify.interpreter import Evaluation, quickly
+from jshard.inspect.verify.residues import widened
 from jshard.inspect.verify.verification import PlainSteps
-from jshard.inspect.verify.wide import widened
 from jshard.layers.layer import AuxLoss
 from jshard.layouts.gathering import on_host, put, raw
 from jshard.programs.jaxprs import Shaped
@@ -39,7 +39,9 @@ def plain_steps(settings: Settings, objective: Objective, step: TrainingStep, ba
     """Take the steps of these batches in both ways, from the numbers that plain Flax creates, and compare what they leave."""
     own = named(step.state)
     with nothing_loaded():
-        graph, state = nnx.split(_modules(settings, objective))
+        model = objective.model(rngs=nnx.Rngs(settings["seed"]))
+        tx = Chain.of(settings, clip=optax.clip_by_global_norm).tx
+        graph, state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
         created = named(state)
         if other := sorted(own.keys() ^ created.keys()):
             return PlainSteps({}, unknown=f"plain Flax makes other variables: {', '.join(other[:3])}")
@@ -59,13 +61,6 @@ def plain_steps(settings: Settings, objective: Objective, step: TrainingStep, ba
 
 def _last_bits(array: Shaped) -> float:
     return CREATED * float(jnp.finfo(array.dtype).eps) if is_inexact(array) else 0.0
-
-
-def _modules(settings: Settings, objective: Objective) -> tuple[Any, nnx.Optimizer]:
-    """Build the model and the optimizer of plain Flax and optax that the configuration names."""
-    model = objective.model(rngs=nnx.Rngs(settings["seed"]))
-    tx = Chain.of(settings, clip=optax.clip_by_global_norm).tx
-    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
 def _plain_step(settings: Settings, objective: Objective, graph: Any) -> TakesStep:

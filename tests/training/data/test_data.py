@@ -16,8 +16,7 @@ import pytest
 from jshard.cli import main
 from jshard.errors import JShardError
 from jshard.signals.config import load_configuration
-from jshard.training.data.batches import Placement, source
-from jshard.training.data.prefetch import read_ahead
+from jshard.training.data.batches import Placement, read_ahead, source
 from jshard.training.data.sources import Examples, Indexed, Shuffled, Stream, own_position
 from jshard.training.experiments.loop import run
 from tests.support.processes import run as run_processes

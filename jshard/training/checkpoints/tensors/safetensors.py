@@ -174,13 +174,13 @@ def read_header(path: Path, cut_off: list[JShardError]) -> Header:
             )
         text = length.to_bytes(8, "little") + file.read(length)
     try:
-        entries = json.loads(text[8:], object_pairs_hook=lambda pairs: _Pairs(pairs))
+        entries = json.loads(text[8:], object_pairs_hook=_Pairs)
         if not isinstance(entries, _Pairs):
             raise ValueError("it is no mapping")
     except (ValueError, RecursionError) as error:
         raise JShardError(f"the header of {path} is no JSON: {str(error)[:100]}", hint=again) from None
     faults, tensors = [], {}
-    for name, entry in entries.pairs:
+    for name, entry in entries:
         if name == "__metadata__":
             continue
         try:
@@ -206,15 +206,12 @@ def read_header(path: Path, cut_off: list[JShardError]) -> Header:
     return Header(path, text, tensors, size)
 
 
-class _Pairs:
+class _Pairs(list[tuple[str, Any]]):
     """A JSON mapping with its names as they stand, also twice."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]):
-        self.pairs = pairs
 
 
 def _tensor(path: Path, name: str, entry: object, start: int) -> FileTensor:
-    fields = dict(entry.pairs) if isinstance(entry, _Pairs) else {}
+    fields = dict(entry) if isinstance(entry, _Pairs) else {}
     word, shape, offsets = fields.get("dtype"), _counts(fields.get("shape")), _counts(fields.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
         raise ValueError("has no dtype, shape and data_offsets")

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import jshard
 from jshard.errors import JShardError
-from jshard.inspect.verify.nan_origin import first, nan_origins
 from jshard.signals import active_config as current
 from jshard.training.experiments import nan_cause as again
 from jshard.training.experiments.experiment import Experiment
+from jshard.training.experiments.nan_cause import first, nan_origins
 from jshard.training.experiments.train import train
 from tests.support.processes import run as run_processes
 

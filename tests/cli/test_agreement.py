@@ -12,7 +12,7 @@ import pytest
 from jshard.cli import rank_main as member
 from jshard.cli.target import Target
 from jshard.errors import JShardError
-from jshard.launch import agreement, kv_store
+from jshard.launch import initialize, kv_store
 from jshard.launch.cluster_env import Membership
 from jshard.launch.initialize import pretend_part
 from jshard.signals.config import load_configuration
@@ -32,7 +32,7 @@ def notes(monkeypatch):
 
     monkeypatch.setattr(kv_store, "write", written.__setitem__)
     monkeypatch.setattr(kv_store, "read", wait)
-    monkeypatch.setattr(agreement, "joined", lambda: rank.membership)
+    monkeypatch.setattr(initialize, "joined", lambda: rank.membership)
 
     def told(facts: dict[int, dict[str, str]], processes: int) -> list[str]:
         said = dict.fromkeys(facts, "")
@@ -40,7 +40,7 @@ def notes(monkeypatch):
         def one(which: int) -> None:
             rank.membership = Membership("127.0.0.1:1", processes, which, "test")
             try:
-                agreement.agree("program", facts[which], hint="fix it", seconds=0.3)
+                member.agree("program", facts[which], hint="fix it", seconds=0.3)
             except JShardError as error:
                 said[which] = str(error)
 
