@@ -18,10 +18,10 @@ from jshard.cli.experiment import built, pretended
 from jshard.cli.target import Target
 from jshard.errors import JShardError
 from jshard.inspect.ledger import Ledger
-from jshard.launch import initialize, kv_store
+from jshard.launch import kv_store
 from jshard.launch.cluster_env import found
 from jshard.launch.heartbeat import BAR
-from jshard.launch.initialize import fail, init, pretend_part, pulse
+from jshard.launch.initialize import fail, init, joined, pretend_part, pulse
 from jshard.launch.rendezvous import AlreadyReported, Facts, mismatch
 from jshard.signals.active_config import mesh
 from jshard.signals.config import Configuration
@@ -46,12 +46,6 @@ def as_member(run: Callable[[], int]) -> int:
     except BaseException as error:
         fail(error)
         raise
-
-
-def joined(target: Target, *, preemption: bool = False) -> Experiment | Function:
-    """Join the other processes, and build the experiment or function, when all have the same one and devices of one kind."""
-    join(target.configuration(), {}, preemption=preemption)
-    return built_alike(target)
 
 
 def built_alike(target: Target) -> Experiment | Function:
@@ -86,7 +80,7 @@ def join(
 def agree(topic: str, facts: Facts, *, hint: str, seconds: float = 60.0) -> None:
     """Raise an error in all processes when one of them says otherwise, naming it and the first difference, or when one has said
     nothing within `seconds` of rank 0's question. Does nothing when this process stands alone."""
-    membership = initialize.joined()
+    membership = joined()
     if membership is None:
         return
     key = f"agreement/{topic}"

@@ -54,9 +54,10 @@ def experiment_of(target: Target) -> Experiment:
     else:
         import jax
 
-        from jshard.cli.rank_main import joined
+        from jshard.cli.rank_main import built_alike, join
 
-        experiment = joined(target, preemption=True)
+        join(target.configuration(), {}, preemption=True)
+        experiment = built_alike(target)
         if jax.process_index() == 0:
             print(experiment.asked)
     from jshard.training.experiments.experiment import Experiment

@@ -56,9 +56,14 @@ class Membership:
 def found(environment: Mapping[str, str] = os.environ) -> Membership | None:
     """Read what JAX_NUM_PROCESSES and its like say, else what Slurm, Open MPI, Kubernetes or Cloud TPU has set; None when this
     process stands alone."""
-    for look in (_named, _slurm, _open_mpi, _cloud_tpu, _kubernetes):
+    for look in (_named, _slurm, _open_mpi, _cloud_tpu):
         if (membership := look(environment)) is not None:
             return membership
+    if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
+        raise JShardError(  # Kubernetes has no variable for how many pods an indexed Job has
+            f"Kubernetes says that this is process {environment['JOB_COMPLETION_INDEX']}, but not of how many",
+            hint="set JAX_NUM_PROCESSES and JAX_COORDINATOR_ADDRESS in the pod, as examples/cluster/jobset.yaml does",
+        )
     return None
 
 
@@ -75,8 +80,10 @@ def _named(environment: Mapping[str, str]) -> Membership | None:
             f"JAX_NUM_PROCESSES is {count}, but JAX_PROCESS_ID is not set",
             hint=f"set JAX_PROCESS_ID to the number of this process, from 0 to {_number('JAX_NUM_PROCESSES', count) - 1}",
         )
-    coordinator = environment.get("JAX_COORDINATOR_ADDRESS") or _jobset_host(environment)
-    if coordinator is None and count != "1":
+    coordinator, jobset = map(environment.get, ("JAX_COORDINATOR_ADDRESS", "JOBSET_NAME"))
+    if not coordinator and jobset and (job := environment.get("REPLICATED_JOB_NAME")):
+        coordinator = f"{jobset}-{job}-0-0.{jobset}"  # as JobSet calls the first pod
+    if not coordinator and count != "1":
         raise JShardError(
             f"JAX_NUM_PROCESSES is {count}, but JAX_COORDINATOR_ADDRESS is not set",
             hint=f"set JAX_COORDINATOR_ADDRESS to host:port of the first process, like node1:{PORT}",
@@ -115,16 +122,6 @@ def _open_mpi(environment: Mapping[str, str]) -> Membership | None:
     return _member(environment, host, count, rank, "Open MPI", ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), job)
 
 
-def _kubernetes(environment: Mapping[str, str]) -> Membership | None:
-    """Refuse a pod of an indexed Job that does not say how many there are: Kubernetes has no variable for it."""
-    if "KUBERNETES_SERVICE_HOST" not in environment or "JOB_COMPLETION_INDEX" not in environment:
-        return None
-    raise JShardError(
-        f"Kubernetes says that this is process {environment['JOB_COMPLETION_INDEX']}, but not of how many",
-        hint="set JAX_NUM_PROCESSES and JAX_COORDINATOR_ADDRESS in the pod, as examples/cluster/jobset.yaml does",
-    )
-
-
 def _cloud_tpu(environment: Mapping[str, str]) -> Membership | None:
     """Find a worker of a TPU slice, or of several slices, each of as many workers."""
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
@@ -160,12 +157,6 @@ def first_host(nodes: str) -> str:
     first = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
     assert first is not None
     return "".join(part for part in first.groups() if part)
-
-
-def _jobset_host(environment: Mapping[str, str]) -> str | None:
-    """Return the first pod of a JobSet by the name that JobSet gives it."""
-    name, job = map(environment.get, ("JOBSET_NAME", "REPLICATED_JOB_NAME"))
-    return f"{name}-{job}-0-0.{name}" if name and job else None
 
 
 def _with_port(address: str, environment: Mapping[str, str], port: int = PORT) -> str:

@@ -110,7 +110,8 @@ class Supervisor:
         by_slurm = not self.sees_all and memberships[0].found_by == "Slurm"
         if by_slurm and is_at_fault and attempt == self.restarts:
             self._let_others_end()
-        return first.exit_status, fault_of(first)
+        assert first.status is not None
+        return 128 - first.status if first.status < 0 else first.status, fault_of(first)
 
     def _follow(self, workers: Sequence[Worker]) -> Worker | None:
         """Print until all have ended; return the first that failed."""
@@ -130,7 +131,9 @@ class Supervisor:
                 # A beat of its other thread may come behind what it said of the fault.
                 named = {key: worker.facts[key] for key in ("culprit", "fault", "gone") if key in worker.facts}
                 worker.facts = {**named, **rest[0]}
-                if first is not None and _knows_better(worker, first):
+                # On a busy machine the end of one that only broke off may be heard before the one that says who is at fault.
+                broke_off = first is not None and first.status == 1 and "culprit" not in first.facts
+                if broke_off and worker.facts.get("culprit") is not None:
                     first = worker
                 if first is None and worker.status and "gone" in worker.facts:
                     first = worker
@@ -222,12 +225,6 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _knows_better(worker: Worker, first: Worker) -> bool:
-    """Whether `worker` has named who is at fault, and `first` only broke off when that one ended: on a busy machine its end
-    may be heard before."""
-    return first.status == 1 and "culprit" not in first.facts and worker.facts.get("culprit") is not None
 
 
 def fault_of(worker: Worker) -> str:

@@ -115,8 +115,3 @@ class Worker:
         if self.status < 0:
             return f"was ended by {signal.Signals(-self.status).name}"
         return f"ended with status {self.status}"
-
-    @property
-    def exit_status(self) -> int:
-        assert self.status is not None
-        return 128 - self.status if self.status < 0 else self.status

@@ -12,7 +12,7 @@ import pytest
 from jshard.cli import rank_main as member
 from jshard.cli.target import Target
 from jshard.errors import JShardError
-from jshard.launch import initialize, kv_store
+from jshard.launch import kv_store
 from jshard.launch.cluster_env import Membership
 from jshard.launch.initialize import pretend_part
 from jshard.signals.config import load_configuration
@@ -32,7 +32,7 @@ def notes(monkeypatch):
 
     monkeypatch.setattr(kv_store, "write", written.__setitem__)
     monkeypatch.setattr(kv_store, "read", wait)
-    monkeypatch.setattr(initialize, "joined", lambda: rank.membership)
+    monkeypatch.setattr(member, "joined", lambda: rank.membership)
 
     def told(facts: dict[int, dict[str, str]], processes: int) -> list[str]:
         said = dict.fromkeys(facts, "")
@@ -108,7 +108,7 @@ def test_devices_that_can_not_be_shared_out_are_told_with_counts_that_divide_the
 def test_a_mesh_that_can_not_be_shared_out_is_named(monkeypatch):
     monkeypatch.setattr(member, "found", lambda: Membership("127.0.0.1:1", 3, 0, "test"))
     with pytest.raises(JShardError) as told:
-        member.joined(Target("configs/xor.yaml", ()))
+        member.join(Target("configs/xor.yaml", ()).configuration(), {})
     assert str(told.value) == (
         "the 4 devices of jshard.mesh (configs/xor.yaml:5) can't be shared out evenly to 3 processes; start 2 or 4 of them: "
         "jshard launch -n 4"

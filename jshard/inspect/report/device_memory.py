@@ -29,9 +29,10 @@ def memory_bars(facts: Facts) -> Markup:
     if not most:
         return element("p", "The program holds nothing from one step to the next.", class_="quiet")
     kinds = [kind for kind in AT_REST if any(device[kind] for device in memory)]
-    groups = list(_alike(memory))
+    runs = itertools.groupby(range(len(memory)), memory.__getitem__)
+    groups = [list(numbers) for _, numbers in runs]  # neighbours that hold as much
     more = len(groups) - MOST_BARS
-    bars = [_bar(first, last, memory[first], most, kinds) for first, last in groups[:MOST_BARS]]
+    bars = [_bar(run[0], run[-1], memory[run[0]], most, kinds) for run in groups[:MOST_BARS]]
     heaviest = {kind: measured(max(device[kind] for device in memory)) for kind in kinds}
     return element(
         "div",
@@ -40,13 +41,6 @@ def memory_bars(facts: Facts) -> Markup:
         element("p", f"{more:,} more runs of devices are left out.", class_="quiet") if more > 0 else None,
         class_="memory",
     )
-
-
-def _alike(memory: list[dict[str, int]]) -> Iterator[tuple[int, int]]:
-    """Find runs of neighbours that hold as much."""
-    for _, run in itertools.groupby(enumerate(memory), lambda each: each[1]):
-        numbers = [number for number, _ in run]
-        yield numbers[0], numbers[-1]
 
 
 def _bar(first: int, last: int, device: dict[str, int], most: int, kinds: list[str]) -> Markup:
@@ -65,15 +59,13 @@ def _colour(kind: str) -> str:
 
 def stages(facts: Facts) -> Markup:
     """Each pipeline of the program: figures by stage, then the picture."""
-    return element("div", [list(_of(facts, staged)) for staged in facts.ledger.stages])
-
-
-def _of(facts: Facts, staged: Staged) -> Iterator[Markup]:
-    yield element(
-        "p", f"{Cost(staged.table)}. What a stage holds is that of its device that holds most.", class_="says"
-    )
-    yield table(f"stages of {staged.table.name}", HEAD, list(_rows(facts, staged)), numbers=range(1, len(HEAD)))
-    yield drawn([Cost(staged.table)])
+    parts = []
+    for staged in facts.ledger.stages:
+        cost, rows = Cost(staged.table), list(_rows(facts, staged))
+        parts.append(element("p", f"{cost}. What a stage holds is that of its device that holds most.", class_="says"))
+        parts.append(table(f"stages of {staged.table.name}", HEAD, rows, numbers=range(1, len(HEAD))))
+        parts.append(drawn([cost]))
+    return element("div", parts)
 
 
 def _rows(facts: Facts, staged: Staged) -> Iterator[list[Child]]:

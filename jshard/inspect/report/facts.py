@@ -54,10 +54,6 @@ class Laid:
         """Bytes on each device that holds a part."""
         return math.prod(self.local) * self.itemsize
 
-    @property
-    def bytes_whole(self) -> int:
-        return math.prod(self.shape) * self.itemsize
-
     def is_everywhere(self, full_mesh: Mesh) -> bool:
         """Whether every device of the whole mesh holds a part."""
         if self.mesh is None or full_mesh is None:

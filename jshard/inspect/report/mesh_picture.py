@@ -188,7 +188,8 @@ def _caption(array: Laid, drawn: Picture, facts: Facts, colours: Colours) -> Mar
             )
         )
     axes = element("ul", rows or element("li", "a single number, whole everywhere"), class_="axes")
-    weight = measured(array.bytes_each), " on each of its devices, ", measured(array.bytes_whole), " in all"
+    whole = measured(math.prod(array.shape) * array.itemsize)
+    weight = measured(array.bytes_each), " on each of its devices, ", whole, " in all"
     place = [" · ", linked(array.place, facts.sources)] if array.place else None
     return joined([axes, element("p", array.dtype, ", ", *weight, place, class_="quiet")])
 

@@ -187,7 +187,8 @@ class Stream:
         if len(sizes := {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}) != 1 or () in sizes:
             shapes = ", ".join(str(np.shape(leaf)) for leaf in jax.tree.leaves(batch))
             raise JShardError(f"{self.label} gives a batch of arrays {shapes}", hint="give all of them as many rows")
-        return batch, _state(self.iterator)
+        it = self.iterator
+        return batch, it.get_state() if hasattr(it, "get_state") and hasattr(it, "set_state") else None
 
     def _begun(self) -> Any:
         made: Any = self.batches() if callable(self.batches) else self.batches
@@ -219,10 +220,6 @@ def numbers(label: str, pair: Any, where: str = "") -> Batch:
                     else "give arrays of numbers",
                 )
     return found
-
-
-def _state(iterator: Any) -> Any:
-    return iterator.get_state() if hasattr(iterator, "get_state") and hasattr(iterator, "set_state") else None
 
 
 def _packed(state: object) -> Any:

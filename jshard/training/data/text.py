@@ -103,7 +103,8 @@ def _tokens(settings: Settings, key: str, path: Path, numbering: Tokenizer) -> t
     files = _files(path, label, f"type: {made_by}" if str(path) in made_by else "name a file or a folder of text")
     about = [(str(each.relative_to(path)), stat.st_size, stat.st_mtime_ns) for each in files for stat in [each.stat()]]
     key_of = hashlib.sha256(json.dumps([FORMAT, numbering.identity, about]).encode()).hexdigest()[:16]
-    kept = _cache(settings)
+    beside = Path(settings["output"]) if settings["output"] else cache.folder()
+    kept = Path(settings.table("data").get("cache") or beside.parent / "tokens")
     folder = kept / f"{path.absolute().name}-{key_of}"
     with refused(f'tokens are kept in "{kept}", which can\'t be written to', hint="write cache: and another folder"):
         if not folder.exists():
@@ -112,12 +113,6 @@ def _tokens(settings: Settings, key: str, path: Path, numbering: Tokenizer) -> t
                     _write(folder, files, numbering, label)
         tokens = np.memmap(folder / "tokens", _dtype(numbering), mode="r")
         return tokens, np.load(folder / "documents.npy", mmap_mode="r")
-
-
-def _cache(settings: Settings) -> Path:
-    if folder := settings.table("data").get("cache"):
-        return Path(folder)
-    return (Path(settings["output"]) if settings["output"] else cache.folder()).parent / "tokens"
 
 
 def _dtype(numbering: Tokenizer) -> np.dtype:

@@ -55,8 +55,7 @@ class Library:
         self.tokenizer.no_padding()
         numbers = self.tokenizer.get_vocab(with_added_tokens=True)
         if end is not None and end not in numbers:
-            known = [token for number, token in self.tokenizer.get_added_tokens_decoder().items()]
-            known = [token.content for token in known]
+            known = [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
             raise JShardError(
                 f"{end_label} is {quoted(end)}, and {path} has no such token",
                 hint=did_you_mean(end, known, f"use {' or '.join(known[:3])}" if known else "remove it"),

@@ -82,15 +82,11 @@ class Figures:
             rates = (f"{self.chip.peak(dtype) / 1e12:g} TFLOP/s in {dtype}" for dtype in self.flops)
             peak = f"{self.chip.name} does {' and '.join(rates)}"
         words = f"a step: {self.tokens:,} tokens, {count} in products {on}, without what remat computes again; {peak}"
-        return words if self.table is None else f"{words}; {self.waits}"
-
-    @property
-    def waits(self) -> str:
-        """Say how much of a step a stage waits, which the share of the peak counts: it is of the whole step's time."""
-        assert self.table is not None
-        idle = Cost(self.table).lock_step.idle
+        if self.table is None:
+            return words
+        idle = Cost(self.table).lock_step.idle  # the share of the peak is of the whole step's time
         waits = f"each stage waits {percent(idle)} of it by {self.table.name}: at most {percent(1 - idle)} of the peak"
-        return f"{waits}; {self.layers}" if self.layers else waits
+        return "; ".join(filter(None, (words, waits, self.layers)))
 
 
 def tokens_in(targets: Any) -> int:

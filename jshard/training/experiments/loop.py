@@ -190,12 +190,6 @@ def placed(
             yield placement.place(batch.size, batch.x, batch.y), batch.position
 
 
-def check_parameters(state: Any, number: int) -> None:
-    """Stop when the parameters behind a step hold a NaN, which the loss of the next step would only tell."""
-    if holds_nan(state):
-        raise NotANumber(number, "a parameter behind")
-
-
 def holds_nan(state: Any) -> bool:
     """Say whether a parameter holds a NaN."""
     by_devices: dict[Any, list[jax.Array]] = {}

@@ -18,7 +18,7 @@ from jshard.training.checkpoints.run_lock import locked
 from jshard.training.data.sources import own_position
 from jshard.training.experiments.experiment import Experiment
 from jshard.training.experiments.figures import Figures
-from jshard.training.experiments.loop import DispatchedStep, NotANumber, check_parameters, evaluate, run
+from jshard.training.experiments.loop import DispatchedStep, NotANumber, evaluate, holds_nan, run
 from jshard.training.experiments.nan_cause import maker, suspect
 from jshard.training.experiments.run_events import Course, run_events
 from jshard.training.experiments.trace import TraceRequest
@@ -178,7 +178,8 @@ class _Training:
 
     def _save_now(self, saver: Saver, taken: DispatchedStep) -> None:
         taken.settle()
-        check_parameters(self.step.state, taken.number)
+        if holds_nan(self.step.state):  # which the loss of the next step would only tell
+            raise NotANumber(taken.number, "a parameter behind")
         saver.save(taken.number, self.step.state, taken.position)
         self.course.restart()
 

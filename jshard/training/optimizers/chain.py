@@ -93,11 +93,9 @@ def _links(settings: Settings, table: dict[str, Any]) -> list[_Link]:
     name = table.pop("name", None)
     if name is not None:
         label = f'{settings.label("optimizer")} is "{name}"'
-        inside = table.pop(name, {})
-        if not (inside and isinstance(inside, Mapping)):
-            inside = {}
+        inside = table.pop(name, None)
         function = _function(settings, label, name, optimizers(), "is no optimizer of optax")
-        return [_Link(name, "optimizer", label, function, {**table, **inside})]
+        return [_Link(name, "optimizer", label, function, {**table, **(inside if isinstance(inside, Mapping) else {})})]
     links = []
     for each, value in table.items():
         key = f"optimizer.{each}"

@@ -30,7 +30,7 @@ from jshard.training.checkpoints import checkpoint
 from jshard.training.checkpoints.checkpoint import Checkpoint, named, steps_in
 from jshard.training.checkpoints.manifest import Manifest
 from jshard.training.experiments.experiment import Experiment
-from jshard.training.experiments.loop import NotANumber, TrainingStep, check_parameters
+from jshard.training.experiments.loop import TrainingStep, holds_nan
 from jshard.training.experiments.train import train
 from jshard.training.preemption import Preempted
 from jshard.training.telemetry.progress import Bar
@@ -569,12 +569,11 @@ def test_nan_stops_and_names_the_last_good_checkpoint(here):
     assert steps_in(here / "bad/checkpoints") == [2, 3]
 
 
-def test_nan_in_a_parameter_is_never_saved():
+def test_nan_in_a_parameter_is_seen_before_a_save():
     state = TrainingStep(*parts(built())).state
-    check_parameters(state, 6)
+    assert not holds_nan(state)
     state[0]["up"]["bias"][...] *= np.nan
-    with pytest.raises(NotANumber, match="^a parameter behind step 6 is NaN$"):
-        check_parameters(state, 6)
+    assert holds_nan(state)
 
 
 @pytest.mark.quick(1)
