@@ -76,7 +76,7 @@ def experiment(features: int, hidden: int, batch: int, devices: int) -> Any:
 
 def bare(made: Any) -> Iterator[Any]:
     """The loop without timing and telling: what `jshard.training.experiments.loop.run` would be if there were no log."""
-    from jshard.training.data.prefetch import read_ahead
+    from jshard.training.data.batches import read_ahead
     from jshard.training.experiments.loop import IN_FLIGHT
 
     step = made.step()
