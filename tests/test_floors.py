@@ -267,7 +267,7 @@ def test_floors_lower_imports_are_allowed(tmp_path):
     planted = tmp_path / "jshard" / "layers" / "planted.py"
     planted.parent.mkdir(parents=True)
     planted.write_text(
-        "from jshard import errors, kernels\nimport jshard.printing.pages\nfrom jshard.signals import signal\nimport jax, jshard.layers.mlp"
+        "from jshard import errors, kernels\nimport jshard.printing.pages\nfrom jshard.signals import signal\nimport jax, jshard.layers.linear"
     )
     assert faults(tmp_path / "jshard") == []
 

@@ -9,11 +9,11 @@ from jshard.layers.jitted import jit as jit
 from jshard.layers.layer import AuxLoss as AuxLoss
 from jshard.layers.layer import Layer as Layer
 from jshard.layers.layer_stack import stack as stack
+from jshard.layers.linear import MLP as MLP
+from jshard.layers.linear import GatedMLP as GatedMLP
 from jshard.layers.linear import Linear as Linear
 from jshard.layers.matrix_product import choose as choose
 from jshard.layers.matrix_product import matmul as matmul
-from jshard.layers.mlp import MLP as MLP
-from jshard.layers.mlp import GatedMLP as GatedMLP
 from jshard.layers.moe import MoE as MoE
 from jshard.layers.reduce import max as max
 from jshard.layers.reduce import mean as mean

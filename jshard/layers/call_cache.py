@@ -14,6 +14,8 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
+from jshard.layouts.creation import is_hashable
+
 Part = tuple[Any, tuple[str, ...] | None, tuple[Any, ...]]  # a dict or list, its keys, its values
 
 
@@ -88,7 +90,7 @@ def _watch(value: object, parts: list[Part], variables: dict[int, nnx.Variable],
     if isinstance(value, nnx.Pytree):
         value = vars(value)
     if not isinstance(value, (dict, list, tuple)):
-        return _is_hashable(value)  # an array is not
+        return is_hashable(value)  # an array is not
     if id(value) in seen:
         return True
     seen.add(id(value))
@@ -100,14 +102,6 @@ def _watch(value: object, parts: list[Part], variables: dict[int, nnx.Variable],
 
 def _is_array(value: object) -> bool:
     return isinstance(value, jax.Array) and not isinstance(value, Tracer)
-
-
-def _is_hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:  # Python's only way to ask
-        return False
-    return True
 
 
 def _type(leaf: object) -> tuple[Any, Any]:

@@ -14,11 +14,10 @@ import numpy as np
 from flax import nnx
 
 from jshard.errors import JShardError, did_you_mean
-from jshard.layers.attention import Attention
+from jshard.layers.attention import Attention, Rope, fields_of
 from jshard.layers.layer_stack import stack
-from jshard.layers.mlp import GatedMLP
+from jshard.layers.linear import GatedMLP
 from jshard.layers.moe import MoE
-from jshard.layers.rope import Rope, fields_of
 from jshard.signals.schema import DTYPES
 
 

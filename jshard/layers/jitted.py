@@ -122,7 +122,8 @@ class JittedProgram:
         self.structure, self.donate, self.in_nodes = arguments.structure, donate, arguments.in_nodes
         self.f, self.taken, self.parameters = _placed(f, arguments)
         self.shapes = list(map(jnp.shape, arguments.arrays))
-        self.donated = _donated(arguments, self.parameters)
+        trees = {path[0] for path in self.parameters}  # these and NNX objects give their memory
+        self.donated = [at < self.in_nodes or path[0] in trees for at, path in enumerate(arguments.paths)]
         self.written: WrittenBack | None = None  # known when the program is traced
         self.program = jax.jit(self._body, donate_argnums=0 if donate else ())
 
@@ -272,12 +273,6 @@ def _batch(arguments: Arguments, parameters: Mapping[Path, Any]) -> int | None:
     outside = list(zip(arguments.paths, arguments.arrays, strict=True))[arguments.in_nodes :]
     found = [(len(path), jnp.shape(x)) for path, x in outside if path not in parameters and jnp.ndim(x)]
     return min(found, key=lambda each: each[0])[1][0] if found else None
-
-
-def _donated(arguments: Arguments, parameters: Mapping[Path, Any]) -> list[bool]:
-    """Tell which arrays are an NNX object's, or of a tree that holds parameters."""
-    trees = {path[0] for path in parameters}
-    return [at < arguments.in_nodes or path[0] in trees for at, path in enumerate(arguments.paths)]
 
 
 def _type(x: Any) -> tuple[Any, ...]:

@@ -79,16 +79,19 @@ def _identity(jaxpr: Jaxpr) -> Any:
 
     each = lambda eqn: (*map(name, eqn.invars), *map(name, eqn.outvars))
     inputs = tuple((name(variable), variable.aval) for variable in jaxpr.invars)
-    equations = tuple((eqn.primitive, tuple(map(_hashable, eqn.params.values())), *each(eqn)) for eqn in jaxpr.eqns)
+    known = lambda value: (
+        value if is_hashable(value) else (type(value), id(value))
+    )  # the program that is compiled holds it
+    equations = tuple((eqn.primitive, tuple(map(known, eqn.params.values())), *each(eqn)) for eqn in jaxpr.eqns)
     return inputs, equations, *map(name, jaxpr.outvars)
 
 
-def _hashable(value: object) -> Any:
+def is_hashable(value: object) -> bool:
     try:
         hash(value)
     except TypeError:  # Python's only way to ask
-        return type(value), id(value)  # the program that is compiled holds it
-    return value
+        return False
+    return True
 
 
 def typed_as(created: object, sharding: NamedSharding) -> Any:
@@ -100,22 +103,19 @@ def typed_as(created: object, sharding: NamedSharding) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled_creation(drawing: _Drawing, layout: Layout) -> Any:
-    def creation(*consts: object) -> jax.Array:
-        (created,) = _step_by_step(drawing.jaxpr, consts)
-        return _moved_from_rows(created, layout) if _is_narrow(layout, created.shape) else created
-
     # On absent devices nothing is made, and vmap takes no out_shardings there: the type that follows says the same.
     absent = isinstance(layout.mesh, AbstractMesh)
+
+    def creation(*consts: object) -> jax.Array:
+        (created,) = _step_by_step(drawing.jaxpr, consts)
+        is_narrow = not absent and layout.mesh_axes and created.shape[-1] // layout.ways(-1) < NARROW
+        return _moved_from_rows(created, layout) if is_narrow else created
+
     return jax.jit(creation, out_shardings=None if absent else layout.sharding)
 
 
 NARROW = 8  # XLA's CPU loops over fewer numbers round erf_inv in another way (docs/design/0005-layers.md)
 SMALL = 2**18  # numbers: a mebibyte of float32
-
-
-def _is_narrow(layout: Layout, shape: tuple[int, ...]) -> bool:
-    absent = isinstance(layout.mesh, AbstractMesh)
-    return not absent and bool(layout.mesh_axes) and shape[-1] // layout.ways(-1) < NARROW
 
 
 def _moved_from_rows(created: jax.Array, layout: Layout) -> jax.Array:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jshard.errors import JShardError
-from jshard.layers.rope import Rope, fields_of
+from jshard.layers.attention import Rope, fields_of
 
 SIZE, THETA, CONTEXT, FACTOR = 64, 500_000.0, 8192, 8.0
 PLAIN = Rope(THETA).frequencies(SIZE)
