@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jshard.errors import JShardError, Location, nearest, quoted
 from jshard.signals.config import Configuration
@@ -74,10 +74,8 @@ def claims(
             here = [path for path in here if path not in found or found[path].glob == OTHERS]
         if claim.signal.is_stage_alone:  # `staged` reports its globs
             here = [path for path in here if path not in found or found[path].signal.is_stage_alone]
-        for says, hint in (
-            () if claim.glob == OTHERS or claim.signal.is_stage_alone else _misfits(claim.glob, here, paths, heads)
-        ):
-            faults.add((claim.signal.name,), claim.place, f"has match {quoted(claim.glob, LONGEST)}, {says}", hint)
+        if claim.glob != OTHERS and not claim.signal.is_stage_alone:
+            _add_misfits(faults, claim.signal, claim.glob, here, paths, heads)
         for path in here:
             first = found.setdefault(path, claim)
             if first.signal != claim.signal or (first.glob and first.signal is not claim.signal):
@@ -86,10 +84,7 @@ def claims(
         whole = [Glob(glob.text) for glob in patterns(signal.match)]
         for text in (text for text in signal.match if text.startswith("!")):
             theirs = [path for path in paths if any(glob.fits(path) for glob in whole)]
-            for says, hint in _misfits(text[1:], [*filter(Glob(text[1:]).fits, theirs)], theirs, heads, sign="!"):
-                faults.add(
-                    (signal.name,), signal.at(f"match.{text}"), f"has match {quoted(text, LONGEST)}, {says}", hint
-                )
+            _add_misfits(faults, signal, text, [*filter(Glob(text[1:]).fits, theirs)], theirs, heads)
     for (first, second), both in contested.items():
         what, verb = ("parameters", "are") if both[1:] else ("parameter", "is")
         says = f"{_some(both, 1)} {verb} claimed by {first} and by {second}"
@@ -148,8 +143,8 @@ def staged(configuration: Configuration, found: dict[str, Claim]) -> dict[str, C
     globs = [(claim, glob) for claim, glob in _globs(configuration) if claim.signal.is_stage_alone]
     for claim, glob in globs:
         if claim.glob != OTHERS:
-            for says, hint in _misfits(claim.glob, [*filter(glob.fits, found)], found, _heads(configuration)):
-                faults.add((claim.signal.name,), claim.place, f"has match {quoted(claim.glob, LONGEST)}, {says}", hint)
+            fits = [*filter(glob.fits, found)]
+            _add_misfits(faults, claim.signal, claim.glob, fits, found, _heads(configuration))
     for path, claim in found.items():
         by = [each for each, glob in globs if glob.fits(path)]
         by = [claim, *by] if claim.signal.stage else by
@@ -185,22 +180,26 @@ def _is_of_another(glob: str, paths: Collection[str], heads: Collection[str]) ->
     return arguments <= {*heads} and all(others)
 
 
-def _misfits(
-    glob: str, fits: Collection[str], paths: Collection[str], heads: Collection[str], *, sign: str = ""
-) -> Iterator[tuple[str, str]]:
-    """Yield what of a glob fits no path, all of it or one of its alternatives, and what was meant. `sign` stands before it.
-    `heads` are the first parts of all globs: those of models that the program does not take are left out."""
+def _add_misfits(
+    faults: Faults, signal: Signal, text: str, fits: Collection[str], paths: Collection[str], heads: Collection[str]
+) -> None:
+    """Note what of a glob of `match` fits no path, all of it or one of its alternatives, and what was meant. `heads` are the
+    first parts of all globs: those of models that the program does not take are left out."""
+    sign, glob = text[: text.startswith("!")], text.removeprefix("!")
     none = "fits no parameter of its globs" if sign else "fits no parameter"
+
+    def add(says: str, hint: str) -> None:
+        faults.add((signal.name,), signal.at(f"match.{text}"), f"has match {quoted(text, LONGEST)}, {says}", hint)
+
     if not fits and any(map(Glob(glob).fits, paths)):
-        yield "whose exceptions leave it no parameter", "remove one of them"
+        add("whose exceptions leave it no parameter", "remove one of them")
     elif not fits:
-        if _is_of_another(glob, paths, heads):
-            return
-        yield f"which {none}", _meant(glob, paths, sign)
+        if not _is_of_another(glob, paths, heads):
+            add(f"which {none}", _meant(glob, paths, sign))
     else:
         for alternative, alone in narrowed(glob):
             if not any(map(Glob(alone).fits, paths)) and not _is_of_another(alone, paths, heads):
-                yield f"whose alternative {quoted(alternative)} {none}", _meant(alone, paths, sign)
+                add(f"whose alternative {quoted(alternative)} {none}", _meant(alone, paths, sign))
 
 
 def _meant(glob: str, paths: Collection[str], sign: str) -> str:

@@ -26,8 +26,10 @@ def check_reach(x: object, mesh: Mesh, signal: Signal) -> None:
     value: Any = x.to_concrete_value()
     if value is not None:
         if is_elsewhere(value, mesh) and signal.backward is None:  # which brings cotangents back by itself
-            there = _mesh_of(value)
-            raise apart(signal, mesh, _asked_by(there) or "its input", there)
+            there, present = _mesh_of(value), configuration()
+            signals = present.signals.values() if present is not None else ()
+            lie_there = (each for each in signals if each.shard is not None and not differ(mesh_for(each)[0], there))
+            raise apart(signal, mesh, next(lie_there, "its input"), there)
         return
     if (trace := program_of(x)) is None:
         return
@@ -79,12 +81,3 @@ def _mesh_of(x: jax.Array) -> Mesh:
     if isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh):
         return x.sharding.mesh
     return Mesh(np.array(sorted(x.devices(), key=lambda device: device.id)), ("workers",))
-
-
-def _asked_by(mesh: Mesh) -> Signal | None:
-    """The signal that lies on exactly these devices, if there is one."""
-    present = configuration()
-    for signal in present.signals.values() if present is not None else ():
-        if signal.shard is not None and not differ(mesh_for(signal)[0], mesh):
-            return signal
-    return None
