@@ -84,7 +84,7 @@ class Checked:
         means = [{"place": place, "says": words} for place, words in self.meaning]
         listed: dict[str, object] = {"claims": self.claims} if self.claims else {}
         if self.rows:
-            from jshard.inspect.ledger.serialize import document_of
+            from jshard.inspect.ledger.entries import document_of
 
             listed["asked"] = list(map(document_of, self.rows))
         return {
@@ -210,8 +210,7 @@ def _needs_a_step(configuration: Configuration, baseline: str, wanted: bool) -> 
 
 def _check_promises(checked: Checked, configuration: Configuration, name: str, update: bool, *, promised: bool) -> None:
     from jshard.cli.experiment import sketched
-    from jshard.inspect.ledger.baseline import Baseline, added
-    from jshard.inspect.ledger.expect import check_promises, over_budget
+    from jshard.inspect.ledger.promises import Baseline, added, check_promises, over_budget
     from jshard.inspect.ledger.whole import whole
     from jshard.training.experiments.experiment import Experiment
 

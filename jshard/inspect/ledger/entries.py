@@ -61,6 +61,13 @@ class Caused:
         """How it got here, in words: redistribute, remat, branch 1 of 2."""
         return ", ".join((*self.cause.words, *self.branches))
 
+    def document(self) -> dict[str, Any]:
+        """The columns, and the facts of the cause, as JSON has them."""
+        fields = document_of(self)
+        facts = fields.pop("cause")
+        del facts["path"], facts["asked"]
+        return {**facts, **fields, "signal": self.signal, "via": self.via}
+
 
 @dataclasses.dataclass(frozen=True)
 class Line(Caused):
@@ -140,6 +147,9 @@ class Line(Caused):
             f"({self.via})" if self.via else "",
         )
 
+    def document(self) -> dict[str, Any]:
+        return {**super().document(), "asked": self.asked, "wire": self.wire, "total": self.total}
+
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
@@ -195,7 +205,7 @@ class Left(Caused):
         return f"{self.place or '-'}  {self.signal}  {self.phase}  {self.words}: not asked for, decided by the compiler"
 
 
-Counted = TypeVar("Counted", Line, Left)
+Counted = TypeVar("Counted", bound=Any)  # an entry, or another row that has `plus`
 
 
 def joined(
@@ -232,3 +242,16 @@ class Unused:
 
     def __str__(self) -> str:
         return f"{self.place or '-'}  {self.signal}  unused: nothing in this program is under it"
+
+
+def document_of(entry: Any) -> dict[str, Any]:
+    """The fields of a dataclass, and of those inside it, as JSON has them."""
+    return {field.name: _plain(getattr(entry, field.name)) for field in dataclasses.fields(entry)}
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    if isinstance(value, Location):
+        return str(value)
+    return document_of(value) if dataclasses.is_dataclass(value) else value

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from jax.interpreters import partial_eval
 
 from jshard.inspect.ledger.claimed import Claimed
-from jshard.inspect.ledger.entries import ChosenStrategy, Left, Line, Staged, Unused, joined
+from jshard.inspect.ledger.entries import ChosenStrategy, Left, Line, Staged, Unused, document_of, joined
 from jshard.inspect.ledger.jaxpr_walk import walk
 from jshard.inspect.ledger.memory import KINDS, Resident
-from jshard.inspect.ledger.serialize import caused_document, document_of, line_document
 from jshard.inspect.ledger.whole import Unsplit
 from jshard.inspect.ledger.why import why
 from jshard.layers.partition import Program
@@ -159,8 +158,8 @@ class Ledger(Shown):
         totals = {key: self.by(key) for key in ("phase", "signal", "axis", "line")}
         document = {
             "schema": SCHEMA,
-            "lines": list(map(line_document, self.lines)),
-            "left": list(map(caused_document, self.left)),
+            "lines": [line.document() for line in self.lines],
+            "left": [each.document() for each in self.left],
             **{key: list(map(document_of, getattr(self, key))) for key in ("choices", "unused", "claims", "unsplit")},
             "is_auto": self.is_auto,
             "compiler": self.compiler,

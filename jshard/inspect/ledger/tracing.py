@@ -39,8 +39,10 @@ from jshard.signals.scope import entering
 def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = None) -> Ledger:
     """The ledger of what a function asks for whose arrays are those of these modules and optimizers, or of what they were
     split into."""
-    loaded, jaxpr = present_mesh(), _jaxpr(traced, backward)
-    ledger = read(jaxpr)
+    with as_user_error("it is traced"):
+        lacks = traced.lacks_backward(backward)
+        jaxpr = (jax.make_jaxpr(traced.call_with_gradients)(traced.arrays) if lacks else traced.forward()).jaxpr
+    loaded, ledger = present_mesh(), read(jaxpr)
     models = [node for node in nodes if isinstance(node, nnx.Module)]
     modules = {tuple(map(str, path)): each for model in models for path, each in nnx.iter_modules(model)}
     programs = programs_in(jaxpr)
@@ -67,13 +69,6 @@ def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = N
         )
         and not all(map(is_explicit, traced.meshes if loaded is None else [loaded])),
     )
-
-
-def _jaxpr(traced: Traced, backward: bool | None) -> Any:
-    with as_user_error("it is traced"):
-        if traced.lacks_backward(backward):
-            return jax.make_jaxpr(traced.call_with_gradients)(traced.arrays).jaxpr
-        return traced.forward().jaxpr
 
 
 class Traced:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Literal
 
 from jshard.inspect.compiled.program_text import digest, first_difference, normalised
-from jshard.inspect.ledger.serialize import document_of
+from jshard.inspect.ledger.entries import document_of, joined
 from jshard.inspect.plan.estimate import in_words
 from jshard.printing.table import Block, Rows, Shown
 from jshard.printing.units import exact_size, in_large_units
@@ -43,6 +43,9 @@ class Moves:
     @property
     def where(self) -> Hashable:
         return self.signal, self.phase, self.collective, self.mesh_axes
+
+    def plus(self, other: Moves) -> Moves:
+        return dataclasses.replace(self, count=self.count + other.count, wire=self.wire + other.wire)
 
     def cells(self) -> tuple[str, ...]:
         if self.dtype:
@@ -133,7 +136,7 @@ def _moves(row: Mapping[str, Any], group: int | None, wire: int, payload: int | 
 
 def _running(document: Mapping[str, Any], label: str) -> Outcome:
     rows = [{**row, "count": row["got"]} for row in document["wire"]["rows"] if row["got"]]
-    moves = _joined((_moves(row, None, row["wire_got"]) for row in rows), lambda row: (row.where, row.via))
+    moves = joined((_moves(row, None, row["wire_got"]) for row in rows), lambda row: (row.where, row.via))
     memory = document["memory"]
     return Outcome(
         label=label,
@@ -264,7 +267,7 @@ def compare(old: Outcome, new: Outcome) -> Difference:
     told = old.compiler == new.compiler  # what XLA adds is not said by the words that the layers say it by
     named: Key = lambda row: (row.where, row.via) if told else row.where
     alike: Key = lambda row: (named(row), row.group, row.payload, row.dtype)
-    lost, found = (_joined(side.moves, alike) for side in (old, new))
+    lost, found = (joined(side.moves, alike) for side in (old, new))
     _pairs(lost, found, lambda row: (alike(row), row.count))
     changes = []
     for key in (alike, named, lambda row: row.where):
@@ -274,17 +277,6 @@ def compare(old: Outcome, new: Outcome) -> Difference:
     changes += [Change("moved", was, now) for was, now in moved]
     changes += [Change("gone", each, None) for each in lost] + [Change("added", None, each) for each in found]
     return Difference(old, new, tuple(changes))
-
-
-def _joined(moves: Iterable[Moves], key: Key) -> list[Moves]:
-    """Add up those of one `key`; each stands where the first of them does."""
-    found: dict[Hashable, Moves] = {}
-    for each in moves:
-        same = found.setdefault(key(each), each)
-        if same is not each:
-            count, wire = same.count + each.count, same.wire + each.wire
-            found[key(each)] = dataclasses.replace(same, count=count, wire=wire)
-    return list(found.values())
 
 
 def _pairs(lost: list[Moves], found: list[Moves], key: Key) -> list[tuple[Moves, Moves]]:

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping
 from jshard.hardware.chips import HOP
 from jshard.inspect.compiled.collective import CompiledCollective
 from jshard.inspect.compiled.program_text import digest
+from jshard.inspect.ledger.entries import document_of
 from jshard.inspect.ledger.ledger import Ledger
-from jshard.inspect.ledger.serialize import document_of
 from jshard.inspect.plan.aot import Compiled
 from jshard.inspect.plan.comparison import Comparison, Row
-from jshard.inspect.plan.estimate import MODEL, Estimate, in_words
-from jshard.inspect.plan.memory import Memory
+from jshard.inspect.plan.estimate import MODEL, Estimate, Memory, in_words
 from jshard.inspect.plan.topology import Topology
 from jshard.printing.table import Block, Rows, Shown
 from jshard.printing.units import size

@@ -16,7 +16,7 @@ from jshard.errors import Location
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.memory import held, place_of
 from jshard.inspect.ledger.tracing import Traced, is_array, ledger_of
-from jshard.inspect.plan.added import with_added
+from jshard.inspect.plan.planning import with_added
 from jshard.inspect.report.facts import ACTIVATION, BATCH, OPTIMIZER, Facts, Laid
 from jshard.layers.sharding import objective_of, partitioned
 from jshard.layouts.layout import Layout

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jshard.inspect.timeline.programs import Operation, Programs
-from jshard.inspect.timeline.xplane import PICO, Mark, Plane, planes
+from jshard.inspect.timeline.programs import PICO, Mark, Operation, Plane, Programs, planes
 from jshard.programs.provenance import causes
 
 NOT_NAMED = Operation()

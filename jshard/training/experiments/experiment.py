@@ -15,9 +15,8 @@ from jshard.errors import JShardError
 from jshard.hardware.host import computes_on_cpus, memory_of_host
 from jshard.inspect.ledger import Ledger, Traced, ledger_of
 from jshard.inspect.plan import Plan, Topology
-from jshard.inspect.plan.added import with_added
 from jshard.inspect.plan.aot import LIMIT
-from jshard.inspect.plan.planning import planned
+from jshard.inspect.plan.planning import planned, with_added
 from jshard.inspect.verify import Verification, verify
 from jshard.layers.creating import abstract, created
 from jshard.layers.layer import model_arrays, parameters_by_path

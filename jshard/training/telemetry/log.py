@@ -27,7 +27,6 @@ import jax
 
 from jshard.errors import JShardError, reason, refused
 from jshard.inspect.ledger.ledger import Ledger
-from jshard.inspect.ledger.serialize import line_document
 from jshard.inspect.plan import explain
 from jshard.runs import events
 from jshard.signals import active_config
@@ -181,7 +180,7 @@ def tell_program(name: str, ledger: Ledger) -> None:
     if events.listeners:
         events.tell("program", program=name, collectives=ledger.count, wire=ledger.total)
         for line in ledger:
-            document = line_document(line)
+            document = line.document()
             events.tell("collective", program=name, **{key: document[key] for key in document if key != "schedule"})
 
 

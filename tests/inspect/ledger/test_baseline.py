@@ -12,9 +12,9 @@ import pytest
 from jshard.cli import main
 from jshard.errors import Location
 from jshard.inspect.ledger import Ledger, Line
-from jshard.inspect.ledger.baseline import Baseline, added
 from jshard.inspect.ledger.entries import Left
 from jshard.inspect.ledger.memory import Resident
+from jshard.inspect.ledger.promises import Baseline, added
 from jshard.programs.provenance import Cause
 from jshard.signals.active_config import unload
 

@@ -7,8 +7,8 @@ import pytest
 from jshard.errors import JShardError, Location
 from jshard.inspect.ledger import Ledger, Line
 from jshard.inspect.ledger.entries import Left
-from jshard.inspect.ledger.expect import check_promises, over_budget
 from jshard.inspect.ledger.memory import Resident
+from jshard.inspect.ledger.promises import check_promises, over_budget
 from jshard.programs.provenance import Cause
 from jshard.signals.active_config import configuration
 from tests.support import cases

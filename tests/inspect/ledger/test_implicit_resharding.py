@@ -20,11 +20,10 @@ import jshard
 from jshard.cli import main
 from jshard.errors import JShardError
 from jshard.inspect.compiled import collectives_in, wire_bytes
-from jshard.inspect.ledger.baseline import Baseline, added
 from jshard.inspect.ledger.entries import Left
-from jshard.inspect.ledger.expect import check_promises
 from jshard.inspect.ledger.explicit_sharding import _moved, split_of
 from jshard.inspect.ledger.ledger import read
+from jshard.inspect.ledger.promises import Baseline, added, check_promises
 from jshard.inspect.plan import explain
 from jshard.layouts.axes import Factors
 from jshard.programs.provenance import Cause

@@ -139,7 +139,7 @@ def test_what_a_layer_asks_for_is_not_told_as_added(tmp_path):
 
 
 def test_nothing_is_compiled_on_explicit_axes_or_for_one_device(mesh, monkeypatch):
-    monkeypatch.setattr("jshard.inspect.plan.added.collectives_in", lambda text: 1 / 0)
+    monkeypatch.setattr("jshard.inspect.plan.planning.collectives_in", lambda text: 1 / 0)
     assert jshard.explain(jnp.sum, shapes(mesh(data=2, tensor=4))[0]).compiler == ""
     assert jshard.explain(jnp.sin, jnp.ones(8)).compiler == ""
     with cases.loaded({"jshard": {"mesh": {"data": 1}, "axis_types": "auto"}}) as on:

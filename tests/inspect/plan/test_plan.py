@@ -21,7 +21,7 @@ from jshard.inspect.compiled.collective import Large
 from jshard.inspect.plan import aot as deviceless
 from jshard.inspect.plan import cache, plan
 from jshard.inspect.plan.aot import Compiled, Exported
-from jshard.inspect.plan.memory import memory_of
+from jshard.inspect.plan.estimate import memory_of
 from jshard.inspect.plan.topology import Topology
 from jshard.printing.units import size
 from jshard.signals.active_config import configuration, unload

@@ -9,8 +9,7 @@ import pytest
 from benchmarks import overlap
 from jshard.inspect.ledger import read
 from jshard.inspect.plan import compare
-from jshard.inspect.plan.estimate import estimate
-from jshard.inspect.plan.memory import Memory
+from jshard.inspect.plan.estimate import Memory, estimate
 from jshard.inspect.plan.topology import Topology
 from jshard.inspect.plan.walk import Walked
 from jshard.programs.flops import arithmetic_of
