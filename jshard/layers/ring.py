@@ -88,6 +88,12 @@ def _scores(form: Form, q: Array, k: Array) -> Array:
     return jnp.einsum("bqkgd,bskd->bqkgs", q, k, preferred_element_type=jnp.float32) * form.scale
 
 
+@jax.jit
+def jshard_largest_seen(largest: Array, scores: Array) -> Array:
+    """Return each query's largest score so far. It keeps exp in range and cancels: `jshard verify` puts 0 in its place."""
+    return jnp.maximum(largest, scores.max(-1))
+
+
 def _see(form: Form, queries: object, keys: tuple[Any, ...], state: object) -> Any:
     """Let queries see some more keys (online softmax), some queries at a time."""
     k, v, *where = keys
@@ -96,7 +102,7 @@ def _see(form: Form, queries: object, keys: tuple[Any, ...], state: object) -> A
         (q, *places), (sums, largest, total) = each
         seen = _seen(form, places, where)
         scores = jnp.where(seen, _scores(form, q, k), LOWEST)
-        now = jnp.maximum(largest, scores.max(-1))
+        now = jshard_largest_seen(largest, scores)
         weights, fade = jnp.where(seen, jnp.exp(scores - now[..., None]), 0), jnp.exp(largest - now)
         added = jnp.einsum("bqkgs,bskd->bqkgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return sums * fade[..., None] + added, now, total * fade + weights.sum(-1)

@@ -24,7 +24,7 @@ from jshard.inspect.verify.dataflow import (
 )
 from jshard.inspect.verify.first_divergence import FirstDivergence, beginning, compared, relative
 from jshard.inspect.verify.inputs import Subject, shaken
-from jshard.inspect.verify.interpreter import Evaluation
+from jshard.inspect.verify.interpreter import Evaluation, is_cancelling
 from jshard.inspect.verify.own_derivatives import noticed, tested
 from jshard.inspect.verify.residues import modulus_for
 from jshard.inspect.verify.side import FAULT, Side, held_to_faults, of_ones, resized
@@ -144,6 +144,8 @@ class _Trial:
         self.exactly = Evaluation(self.modulus, platform=platform)
         self.truly = Evaluation(wide=True)
         self.last_bit = max(map(last_bit, jaxprs))
+        # What has to cancel, and stands as 0, is held by the true operations alone.
+        self.has_cancelling = any(is_cancelling(eqn) for jaxpr in jaxprs for eqn in equations(jaxpr))
 
     def _why(self, platform: str, jaxprs: Sequence[Any]) -> list[str]:
         """For each result that is made, why it can't be proven in every bit; "" where it can."""
@@ -218,7 +220,7 @@ class _Trial:
             seen = [before or bool(np.any(one)) for before, one in zip(seen, reference, strict=True)]
             failed = seed if failed is None and any(differs) else failed
         verdicts = [("bitwise", 0.0, 0.0, "")] * len(names)
-        if any(self.why) or failed is not None:  # how far it is by the true operations
+        if any(self.why) or failed is not None or self.has_cancelling:  # how far it is by the true operations
             reference, _, allowed = self.natural
             offs = _offs(reference, side.run(self.truly, self.program.natural())[0])
             for n, (far, most, why, stand_ins) in enumerate(zip(offs, allowed, self.why, self.on_the_way, strict=True)):
@@ -227,6 +229,8 @@ class _Trial:
                     is_within = far <= most and (why or stand_ins)
                     held = "within" if most < FAULT - 1 else "unproven"
                     verdicts[n] = held if is_within else "differs", far, most, because
+                elif self.has_cancelling and far > most:
+                    verdicts[n] = "differs", far, most, "the largest score of a ring has to cancel"
         findings = [
             Finding(
                 side.sizes, name, *verdict, not any_, blamed(self._cause(name), ()),

@@ -200,6 +200,7 @@ def results_of(eqn: Any, x: list[Any], prime: int) -> list[Any]:
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     if name in SCRAMBLED:
         result = scrambled(name, jnp.broadcast_arrays(*x), prime)
+        result = jnp.where(x[0] == 0, 1, result) if name == "exp" else result
         return [result if is_float(out) else result.astype(out.dtype)]
     if name in ("lt", "le", "gt", "ge"):  # of the difference: a half is no larger than most numbers, nor smaller
         return [eqn.primitive.bind(reduced(x[0] - x[1], prime), jnp.zeros_like(x[0]), **eqn.params)]

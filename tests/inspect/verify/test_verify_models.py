@@ -3,16 +3,19 @@ partition itself, are named with their line."""
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
 
 import jshard
 from jshard.kernels.all_reduction import all_reduce
+from jshard.layers import ring
 from jshard.layers.partition import lookup, part, run, shape
 from tests.support.qwen3 import qwen3
 from tests.support.two_blocks import (
@@ -152,3 +155,20 @@ def test_a_fault_in_the_partition_is_caught(monkeypatch, module, name, fault, si
     (begin,) = found.beginnings
     assert begin.cause.phase == phase and looks in begin.looks, str(found)
     assert signal is None or (begin.cause.signal, begin.cause.place.source) == (signal, "model.yaml"), str(found)
+
+
+@pytest.mark.seconds
+def test_a_softmax_that_is_not_corrected_on_its_way_round_a_ring_is_not_equal(monkeypatch):
+    """The largest score stands as 0, so that it cancels: by the true operations it has to, too."""
+    jshard.load({"jshard": {"mesh": {"data": 2, "ring": 4}}, "all": {"row": "data", "ring": "ring", "match": ["**"]}})
+    tokens = np.random.default_rng(0).integers(0, 16, (4, 16)).astype(np.int32)
+
+    def verified():
+        model = jshard.Decoder(vocabulary=16, width=16, depth=1, heads=2, hidden=32, rngs=nnx.Rngs(0))
+        return jshard.verify(jshard.shard(lambda model, tokens: jnp.mean(model(tokens) ** 2)), model, tokens)
+
+    verdicts = {each.verdict for each in verified().findings}
+    assert verdicts == {"bitwise"}
+    faded = lambda x: jnp.exp(x) if x.ndim == 5 else jnp.ones_like(x)
+    monkeypatch.setattr(ring, "jnp", types.SimpleNamespace(**{**vars(jnp), "exp": faded}))
+    assert {each.verdict for each in verified().findings} == {"differs"}
