@@ -119,7 +119,6 @@ def test_launch_shows_all_ranks_when_one_has_stopped_and_all_listened_on_loopbac
         "phase",
         "step",
         "done",
-        "late",
         "stands",
         "in",
         "(inferred)",
