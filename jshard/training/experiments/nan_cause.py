@@ -123,9 +123,9 @@ def nan_origins(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[
     def asked(*args: object) -> Any:
         jaxpr = jax.make_jaxpr(f)(*args)
         _, notes = Evaluation(nan_origins=True)(jaxpr, jax.tree.leaves(args))
-        alike: dict[str, list[int]] = {}  # by type: each group is joined over devices at once, which compiles sooner
+        alike: dict[Any, list[int]] = {}  # by type: each group is joined over devices at once, which compiles sooner
         for number, note in enumerate(notes):
-            alike.setdefault(str(jax.typeof(note.value)), []).append(number)
+            alike.setdefault(jax.typeof(note.value), []).append(number)
         found[:] = [(number, notes[number].where) for some in alike.values() for number in some]
         return [_first(jnp.stack([notes[number].value.reshape(-1) for number in some])) for some in alike.values()]
 
