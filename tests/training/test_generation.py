@@ -43,7 +43,7 @@ SPREAD = {
 
 @functools.cache
 def unsplit(experts=False):
-    return jshard.Decoder(EXPERTS if experts else SIZES, rngs=nnx.Rngs(0))
+    return jshard.Decoder(**(EXPERTS if experts else SIZES), rngs=nnx.Rngs(0))
 
 
 @functools.cache
