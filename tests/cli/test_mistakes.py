@@ -117,17 +117,11 @@ def test_key_that_is_not_there_is_one_sentence(capsys, command):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("baseline 0\n", "wrong.baseline is a baseline of version 0, and this jshard reads version 1"),
-        ("hello\n", "wrong.baseline is not a baseline of jshard"),
-    ],
-)
-def test_baseline_that_is_old_is_one_sentence(capsys, text, sentence):
+@pytest.mark.parametrize("text", ["baseline 0\n", "hello\n"])
+def test_baseline_that_is_old_is_one_sentence(capsys, text):
     Path("wrong.py").write_text(MODEL.replace(" @ jnp.ones((3, 3))", ""))
     Path("wrong.baseline").write_text(text)
-    told = f"{sentence}; type: jshard check wrong.yaml --update"
+    told = 'wrong.baseline does not begin with "baseline 1", as this jshard writes it; type: jshard check wrong.yaml --update'
     assert said(capsys, "check", "wrong.yaml") == (2, "", told)
 
 
