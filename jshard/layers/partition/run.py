@@ -104,19 +104,19 @@ class Run:
         program, (inside,) = called(eqn), step.inside
         if eqn.primitive.name != "folded":
             return self.run(program, parts, inside)
-        places = [self.array(part, step.claim) for part in parts]
+        parts = [self.array(part, step.claim) for part in parts]
+        if step.how == CALL or any(part.is_followed for part in parts):
+            return [self.force(part, step.claim_behind) for part in self.run(program, parts, inside)]
+        places = [part.outside(x=None) for part in parts]
 
         def layer(*xs: Array) -> list[Array]:
-            outs = self.run(program, [part.outside(x=x) for part, x in zip(forms, xs, strict=True)], inside)
-            return [self.force(part, step.claim_behind).x for part in outs]
+            given = [place.outside(x=x) for place, x in zip(places, xs, strict=True)]
+            return [self.force(part, step.claim_behind).x for part in self.run(program, given, inside)]
 
-        if step.how == CALL or any(part.is_followed for part in places):
-            forms = places
-            outs = layer(*(part.x for part in places))
-        else:
-            forms = [part.outside(x=None) for part in places]
-            key = id(inside), tuple((p.shape, p.axes, p.rest, p.is_multiplied_once) for p in forms)
-            outs = self.shared.setdefault(key, jax.jit(layer))(*(part.x for part in places))
+        key = id(inside), tuple((p.shape, p.axes, p.rest, p.is_multiplied_once) for p in places)
+        if key not in self.shared:
+            self.shared[key] = jax.jit(layer)
+        outs = self.shared[key](*(part.x for part in parts))
         return [Part(tuple(v.aval.shape), a, x) for v, a, x in zip(eqn.outvars, step.results, outs, strict=True)]
 
     def planned(self, program: Any, parts: Sequence[Part], claim: Signal | None) -> list[Part]:
