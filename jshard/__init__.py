@@ -1,7 +1,5 @@
-"""YAML says how a Flax model lies on a mesh; layers turn that into explicit collectives.
-
-Names are handed on at their first use, so that `import jshard` and the command line cost nothing they don't need.
-"""
+"""Sharding of Flax models by YAML files, with explicit collectives. Names are imported at first
+use, so that `import jshard` and the command line start fast."""
 
 from __future__ import annotations
 
@@ -104,7 +102,7 @@ def __getattr__(name: str) -> Any:
         close = nearest(name, __dir__())
         meant = _RENAMED.get(name, close and f"jshard.{close}")
         raise AttributeError(f"jshard has no {name!r}" + (f"; did you mean {meant}?" if meant else ""))
-    if _ROOM_OF[name] == "jshard.layouts":  # it tells them the mesh that a PartitionSpec means, JSHARD_CONFIG's too
+    if _ROOM_OF[name] == "jshard.layouts":  # defines the mesh of a PartitionSpec, also by JSHARD_CONFIG
         importlib.import_module("jshard.signals.active_config")
     value = getattr(importlib.import_module(_ROOM_OF[name]), name)
     globals()[name] = value

@@ -1,4 +1,4 @@
-"""The algorithms of each op that a signal or a caller may name."""
+"""The algorithms of each op, by name."""
 
 ALGORITHMS = {
     "all_reduce": ("auto", "hierarchical", "in_order", "one_shot", "permute", "ring", "torus", "xla"),

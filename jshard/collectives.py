@@ -1,4 +1,4 @@
-"""`jshard.collectives`: what one device calls inside a `shard_map`, by mesh axis names; each is a line of the ledger."""
+"""Collectives inside a `shard_map`, by mesh axis names; each is a line of the ledger."""
 
 from jshard.kernels import all_gather as all_gather
 from jshard.kernels import all_reduce as all_reduce

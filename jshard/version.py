@@ -1,4 +1,4 @@
-"""Which jshard this is, the one place where it is written, and what it runs with."""
+"""The version of jshard, written here alone, and of its dependencies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 
 
 def versions() -> dict[str, str]:
-    """List the releases that all processes of a run have to share."""
+    """Return the versions to be equal in all processes of a run."""
     import platform
     from importlib import metadata
 

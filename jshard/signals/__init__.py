@@ -1,5 +1,5 @@
-"""Signals: names for places in a program, and the YAML that says how each lies on the mesh. What is here needs no JAX;
-the scopes, which do, are in `jshard.signals.scope`."""
+"""Signals: named places in a program, and the YAML that lays each out on the mesh. The names here
+need no JAX; `jshard.signals.scope` does."""
 
 from jshard.signals.config import Configuration as Configuration
 from jshard.signals.config import MeshPlan as MeshPlan

@@ -1,4 +1,4 @@
-"""The configuration that is loaded, its mesh, and the fingerprint that makes jit trace again when either changes."""
+"""The loaded configuration, its mesh, and a fingerprint for JAX to retrace after a change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jshard.signals.signal import Signal
 
 @dataclasses.dataclass
 class _Loaded:
-    """What is loaded in this process, for all threads."""
+    """The state loaded in this process, shared by all threads."""
 
     configuration: Configuration | None = None
     mesh: Mesh | None = None
@@ -39,7 +39,7 @@ _fingerprint = jax.make_user_context(None)
 
 
 def no_fingerprint() -> contextlib.AbstractContextManager[Any]:
-    """Let what is traced inside be one program under all configurations: nothing there asks for any."""
+    """Share the programs traced inside between all configurations; they depend on none."""
     return _fingerprint(None)
 
 
@@ -52,13 +52,13 @@ def _become(configuration: Configuration | None, mesh: Mesh | None = None, stand
 
 
 def load(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()) -> Configuration:
-    """Read and check a configuration and make it the one that every signal means from now on. `overrides` are
-    `path=value` words as on the command line. No device is touched."""
+    """Read, check and activate a configuration for every signal, without touching a device.
+    `overrides` are `path=value` words as on the command line."""
     return use(load_configuration(source, overrides))
 
 
 def use(configuration: Configuration) -> Configuration:
-    """Make a configuration the one that every signal means from now on."""
+    """Activate a configuration for every signal."""
     with _loaded.lock:
         _become(configuration)
     if events.listeners:
@@ -68,13 +68,13 @@ def use(configuration: Configuration) -> Configuration:
 
 
 def unload() -> None:
-    """No configuration: every signal is a no-op again, and the program runs as plain Flax."""
+    """Remove the configuration: every signal is a no-op, and the program runs as plain Flax."""
     with _loaded.lock:
         _become(None)
 
 
 def configuration() -> Configuration | None:
-    """What is loaded; `JSHARD_CONFIG` is read at the first question."""
+    """Return the loaded configuration. The first call reads `JSHARD_CONFIG`."""
     if not _loaded.environment_read:
         with _loaded.lock:
             if not _loaded.environment_read:
@@ -84,7 +84,7 @@ def configuration() -> Configuration | None:
 
 
 def mesh() -> Mesh:
-    """The mesh of what is loaded."""
+    """Return the mesh of the loaded configuration."""
     present = configuration()
     if present is None:
         raise JShardError(
@@ -105,7 +105,7 @@ def mesh() -> Mesh:
 
 
 def _mesh_of_stages(present: Configuration) -> Mesh:
-    """The mesh of GT's form: a row for each list of workers."""
+    """Return the mesh of GT's form, with a row for each list of workers."""
     assert present.mesh is not None
     everyone = build_mesh({"workers": -1}, axis_types="explicit", label=f"workers ({present.mesh.place})")
     label = f"the workers that signals name ({present.mesh.place})"
@@ -114,7 +114,7 @@ def _mesh_of_stages(present: Configuration) -> Mesh:
 
 
 def use_stages() -> None:
-    """Take GT's form, whose signals name the workers of following layers, as stages of one mesh from now on."""
+    """Convert the loaded configuration from GT's form to a mesh with a stage for each list of workers."""
     present = configuration()
     found = None if present is None else present.by_stages
     if found is not None:
@@ -132,12 +132,12 @@ meshes.loaded_mesh = lambda: None if (present := configuration()) is None or pre
 
 
 def mesh_to_choose_for() -> Mesh:
-    """The mesh whose sizes decide how a product without a strategy runs: the loaded one, also while another stands for it."""
+    """Return the mesh for choices by size, such as a product's strategy: no stand-in of `on_mesh`."""
     return _loaded.stands_for or mesh()
 
 
 def mesh_for(signal: Signal) -> tuple[Mesh, tuple[str, ...]]:
-    """The mesh that a signal's arrays lie on, and the axes of it that its `shard` names (all, unless it names some)."""
+    """Return the mesh of a signal's arrays, and the mesh axes of its `shard`: all, unless it names some."""
     full = mesh()
     if signal.shard is None or signal.shard.mesh:
         return full, signal.shard.mesh if signal.shard else ()
@@ -146,7 +146,7 @@ def mesh_for(signal: Signal) -> tuple[Mesh, tuple[str, ...]]:
 
 @contextlib.contextmanager
 def nothing_loaded() -> Iterator[None]:
-    """Run as plain Flax, and load again what is loaded."""
+    """Run as plain Flax inside, and restore the configuration after."""
     with _loaded.lock:
         before = _loaded.configuration, _loaded.mesh, _loaded.stands_for
         _become(None)
@@ -159,9 +159,9 @@ def nothing_loaded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_mesh(replacement: Mesh, stands_for: Mesh | None = None) -> Iterator[None]:
-    """The loaded configuration on another mesh of the same axes. Where that stands for one of other sizes (verify's mesh of
-    ones), what is chosen by size is chosen as on that one, so that it is the same program. It takes the place of the mesh of
-    `jax.set_mesh` too."""
+    """Run the loaded configuration on another mesh with the same axes, in place of `jax.set_mesh`'s
+    mesh too. `stands_for` is a mesh of other sizes for all choices by size: verify runs the same
+    program on a mesh of ones."""
     present = configuration()
     with _loaded.lock:
         before = _loaded.mesh

@@ -1,4 +1,4 @@
-"""The kinds of values that name mesh axes and devices."""
+"""Kinds of values for mesh axes, meshes and devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jshard.signals.value_types import Key, Keys, Names, Reading, choice, intege
 
 @dataclasses.dataclass(frozen=True)
 class Axes(Names):
-    """A mesh axis or a list of them; always a tuple once read."""
+    """A mesh axis or a list of mesh axes, read as a tuple."""
 
     wants: str = "a mesh axis or a list of them"
     example: str = "data"
@@ -35,7 +35,7 @@ class Axes(Names):
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """One mesh axis."""
+    """A single mesh axis."""
 
     wants: str = "a mesh axis"
     example: str = "stage"
@@ -43,7 +43,7 @@ class Axis:
     def read(self, node: Node, path: Path, reading: Reading) -> str | None:
         if not isinstance(node.value, str):
             return reading.wrong(self, node, path)
-        if reading.mesh_axes is None and node.value == self.example:  # of GT's form, whose lists of workers are stages
+        if reading.mesh_axes is None and node.value == self.example:  # in GT's form, lists of workers are stages
             return node.value
         return next(iter(Axes(self.wants, self.example).read(node, path, reading)), None)
 
@@ -53,7 +53,7 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class Workers:
-    """Device numbers, or null for all of them. `()` once read means all: no other list is empty."""
+    """A list of device numbers, or null for all devices, read as `()`."""
 
     wants: str = "a list of device numbers"
     example: str = "[0, 1]"
@@ -91,7 +91,7 @@ class Workers:
 
 
 class Across(int):
-    """The size of a mesh axis whose devices are in different slices, between which there is a slower network."""
+    """The size of a mesh axis across slices, over the slower network between slices."""
 
 
 BETWEEN_SLICES = Keys(
@@ -105,7 +105,7 @@ BETWEEN_SLICES = Keys(
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """Mesh axes with their sizes, in device order: those that cross slices come first, wherever they are written."""
+    """Mesh axes with their sizes, in device order; axes across slices come first."""
 
     wants: str = "a mapping of mesh axes to sizes"
     example: str = "{data: 2, tensor: 4}"

@@ -1,4 +1,4 @@
-"""Which signal claims which parameter of a model: by the globs of `match`, or where it is active around a use."""
+"""Claims of parameters by signals: by the globs of `match`, or by the signal active at a use."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from jshard.signals.signal import Signal
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """That the layers of a parameter are split over stages, or that it is on the stage of a number: the mesh axis, and the
-    signal that says so."""
+    """The stages of a parameter: a stage number, or None where its layers are split over stages."""
 
     mesh_axis: str
     signal: Signal
@@ -24,18 +23,18 @@ class Stage:
 
     @property
     def by(self) -> dict[str, str]:
-        """Who asks for what is sent from stage to stage."""
+        """The cause of transfers between stages."""
         return {"claim": self.signal.name, "key": "stage"}
 
     @property
     def is_equal(self) -> bool:
-        """Whether each stage has as many of the layers, so that they rest where they run."""
+        """True if every stage has equally many layers, so that layers are stored where they run."""
         return self.signal.stage == "equal"
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A signal that claims a parameter, and its glob that does, or the line of the program where it is active."""
+    """A signal's claim of a parameter, by a glob or by the line of a use."""
 
     signal: Signal
     glob: str
@@ -55,11 +54,12 @@ class Claim:
 def claims(
     configuration: Configuration, paths: Iterable[str], by_use: Mapping[str, Sequence[Claim]] | None = None
 ) -> dict[str, Claim]:
-    """Find the claim of each parameter, in the order of `paths`: their names in a model, joined by slashes. `by_use` has the
-    claims by the signals that are active around its uses.
+    """Return the claim of each parameter, in the order of `paths`: names in a model, joined by
+    slashes.
 
-    `"**"` alone claims what nobody else does. A parameter that nobody claims, or two signals do, and a glob, or an alternative
-    in it, that no parameter fits, are faults; all are raised as one error.
+    `by_use` has the claims by active signals. `"**"` alone claims all parameters without another
+    claim. Faults are raised as one error: a parameter without a claim or with two, and a glob, or
+    an alternative in it, without a parameter.
     """
     paths, faults = list(paths), Faults()
     heads = _heads(configuration)
@@ -72,7 +72,7 @@ def claims(
         here = [path for path in paths if glob.fits(path)]
         if claim.glob == OTHERS:
             here = [path for path in here if path not in found or found[path].glob == OTHERS]
-        if claim.signal.is_stage_alone:  # `staged` reports its globs
+        if claim.signal.is_stage_alone:  # `staged` checks these globs
             here = [path for path in here if path not in found or found[path].signal.is_stage_alone]
         if claim.glob != OTHERS and not claim.signal.is_stage_alone:
             _add_misfits(faults, claim.signal, claim.glob, here, paths, heads)
@@ -101,9 +101,9 @@ def claims(
 
 
 def check_globs(configuration: Configuration, paths: Collection[str]) -> None:
-    """Raise the faults of the globs for a model whose program is not known, unless there are none where the model is the
-    argument of a name that leads some globs. Where a signal has no `match`, it may be active around a use, and a parameter
-    that no glob fits is no fault."""
+    """Raise the faults of the globs for a model without a known program. Globs may begin with an
+    argument's name: one name without faults is enough. If a signal has no `match`, it may be active
+    around a use, so a parameter without a glob is no fault."""
     others: dict[str, list[Claim]] = {}
     if not all(signal.match for signal in configuration.signals.values()):
         by_globs = found_claims(configuration, paths)
@@ -115,15 +115,15 @@ def check_globs(configuration: Configuration, paths: Collection[str]) -> None:
         claims(configuration, paths, others)
     except JShardError:
         for head in (head for head in _heads(configuration) if head.isidentifier() and nearest(head, tops) is None):
-            with contextlib.suppress(JShardError):  # the first error is raised if no name mends it
+            with contextlib.suppress(JShardError):  # if no name helps, the first error is raised
                 claims(configuration, [ParameterPath.of(head, path) for path in paths], others)
                 return
         raise
 
 
 def found_claims(configuration: Configuration, paths: Iterable[str], model: type | None = None) -> dict[str, Claim]:
-    """Find the claims of some parameters of a model that are known to have no fault: by globs, or by their use in a program
-    that was traced before for a model of this class."""
+    """Return the claims of parameters without checks: by globs, or by use in an earlier trace.
+    `model` is the class of the model in the earlier trace."""
     globs, used = _globs(configuration), configuration.used
     found = {
         path: Claim(used[model, below(path)][0], "", line=used[model, below(path)][1])
@@ -135,7 +135,7 @@ def found_claims(configuration: Configuration, paths: Iterable[str], model: type
 
 
 def staged(configuration: Configuration, found: dict[str, Claim]) -> dict[str, Claim]:
-    """Return the claims with the stage of each: that of its own signal, or of the one that says stage and matches its path."""
+    """Return the claims with their stages, from the claim's signal or from a stage-only signal."""
     mesh_axis = configuration.stage_axis
     if mesh_axis is None:
         return found
@@ -161,19 +161,20 @@ def staged(configuration: Configuration, found: dict[str, Claim]) -> dict[str, C
 
 
 def _globs(configuration: Configuration) -> list[tuple[Claim, Glob]]:
-    """Every glob, `"**"` by itself last; those of a stage alone behind all others."""
+    """Return every glob with its claim: `"**"` after other globs, and stage-only signals last."""
     signals = configuration.signals.values()
     every = [(Claim(signal, glob.text), glob) for signal in signals for glob in patterns(signal.match)]
     return sorted(every, key=lambda one: (one[0].signal.is_stage_alone, one[0].glob == OTHERS))
 
 
 def _heads(configuration: Configuration) -> set[str]:
-    """The first parts of all globs, where the name of an argument may stand."""
+    """Return the first parts of all globs: each may be the name of an argument."""
     return {head for _, glob in _globs(configuration) for head in glob.heads}
 
 
 def _is_of_another(glob: str, paths: Collection[str], heads: Collection[str]) -> bool:
-    """Whether a glob is led by the name of a model that this program does not take: names lead the globs of those it takes."""
+    """Return whether a glob begins with the name of a model outside this program. Names of
+    arguments are recognized only if every argument of the program begins a glob."""
     arguments = {path.argument if isinstance(path, ParameterPath) else "" for path in paths}
     known = arguments | {below(path).partition("/")[0] for path in paths}
     others = (each.isidentifier() and nearest(each, known) is None for each in Glob(glob).heads)
@@ -183,8 +184,8 @@ def _is_of_another(glob: str, paths: Collection[str], heads: Collection[str]) ->
 def _add_misfits(
     faults: Faults, signal: Signal, text: str, fits: Collection[str], paths: Collection[str], heads: Collection[str]
 ) -> None:
-    """Note what of a glob of `match` fits no path, all of it or one of its alternatives, and what was meant. `heads` are the
-    first parts of all globs: those of models that the program does not take are left out."""
+    """Note a fault for a glob without a matching path, or for each such alternative in it. `heads`
+    are the first parts of all globs. Globs of models outside the program are skipped."""
     sign, glob = text[: text.startswith("!")], text.removeprefix("!")
     none = "fits no parameter of its globs" if sign else "fits no parameter"
 
@@ -203,7 +204,7 @@ def _add_misfits(
 
 
 def _meant(glob: str, paths: Collection[str], sign: str) -> str:
-    """Return a hint: the glob in our notation, or with the nearest part for its first wrong one, else what there is."""
+    """Return a hint: the glob in our notation, or names for its first wrong part."""
     if meant := next((each for each in respelt(glob) if any(map(Glob(each).fits, paths))), None):
         return f"did you mean {quoted(sign + meant, LONGEST)}?"
     parts = next(spellings(glob)).split("/")
@@ -221,7 +222,7 @@ def _meant(glob: str, paths: Collection[str], sign: str) -> str:
 
 
 def _some(paths: Collection[str], most: int) -> str:
-    """The first of them, and how many more there are."""
+    """Return the first `most` paths, and the number of the others."""
     first = list(paths)[:most]
     more = f" and {len(paths) - most} more" if len(paths) > most else ""
     return ", ".join(quoted(path, LONGEST) for path in first) + more

@@ -1,4 +1,4 @@
-"""One mapping from a file, the files it includes and the words of the command line; every piece keeps its place."""
+"""The mapping composed of a file, its includes and the command line; every piece keeps its place."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jshard.signals.source import MOST_BYTES, read_text, read_word
 from jshard.signals.synonyms import suggest
 from jshard.signals.value_types import Key, Keys
 
-# Arguments of optimizers that are looked for beside `optimizer`.
+# Optimizer arguments that users may write without `optimizer.`.
 OF_OPTIMIZER = {"lr": "learning_rate"} | {name: name for name in ("learning_rate", "weight_decay", "momentum")}
 
 
 def compose(source: object, overrides: Sequence[str], faults: Faults) -> tuple[str, Node | None]:
-    """The name to call `source` by, and all that it says with its includes and the overrides laid over it."""
+    """Return the name of `source`, and its mapping with includes and overrides applied."""
     if isinstance(source, Mapping):
         name = "<dict>"
         faults.opens(name)
@@ -39,7 +39,7 @@ def compose(source: object, overrides: Sequence[str], faults: Faults) -> tuple[s
 
 
 def _file(name: str, faults: Faults, about: str | None = None, asked: Location | None = None) -> Node | None:
-    """What a file says. Faults of one that can't be read are `about` it; `asked` is where it was asked for."""
+    """Read a YAML file. Faults of an unreadable file have the subject `about` and the place `asked`."""
     faults.opens(name)
     try:
         if os.path.exists(name) and not os.path.isdir(name) and not os.path.isfile(name):
@@ -61,7 +61,7 @@ def _file(name: str, faults: Faults, about: str | None = None, asked: Location |
 
 
 def _nearest_file(name: str, asked: Location | None) -> str:
-    """The hint for a file that isn't there, spelled as it is to be written: an include's from the file it stands in."""
+    """Return a hint for a missing file: the nearest name, relative to the including file."""
     folder, word = os.path.split(name)
     try:
         there = sorted(each for each in os.listdir(folder or ".") if each.endswith((".yaml", ".yml")))
@@ -76,22 +76,22 @@ def _nearest_file(name: str, asked: Location | None) -> str:
 
 
 class _Includes:
-    """`jshard.include`: each file is read once, from the folder of the file that asks for it."""
+    """The files of `jshard.include`, each read once, relative to the including file."""
 
     def __init__(self, faults: Faults):
         self.faults = faults
         self.read: dict[str, Node | None] = {}
-        self.reading: list[str] = []  # real paths of the files that are open, each included by the one before
+        self.reading: list[str] = []  # real paths of the open files, each included by its predecessor
 
     def laid_under(self, root: Node, name: str) -> Node:
-        """`root` over all that it includes."""
+        """Return `root` laid over its includes."""
         node = _at(root, "jshard", "include")
         if node is None:
             return root
         base: Node | None = None
         self.reading.append(os.path.realpath(name))
         for each in node.value if isinstance(node.value, list) else [node]:
-            if isinstance(each.value, str) and each.value:  # the table of keys tells of any other
+            if isinstance(each.value, str) and each.value:  # the table of keys reports others
                 included = self.included(each, name)
                 if included is not None:
                     base = included if base is None else self.beside(base, included, name)
@@ -118,7 +118,7 @@ class _Includes:
         return self.read[real]
 
     def beside(self, first: Node, second: Node, name: str, path: Path = ()) -> Node:
-        """Two files included by one: neither may say what the other says. Each may include others."""
+        """Merge two files included by the same file; a key in both is a fault."""
         assert isinstance(first.value, dict) and isinstance(second.value, dict)
         both, keys = dict(first.value), dict(first.keys)
         for key, node in second.value.items():
@@ -127,7 +127,7 @@ class _Includes:
                 both[key], keys[key] = node, place
             elif at == ("jshard",) and isinstance(node.value, dict) and isinstance(both[key].value, dict):
                 both[key] = self.beside(both[key], node, name, at)
-            elif keys[key] != place and at != ("jshard", "include"):  # the same place is one file reached by two ways
+            elif keys[key] != place and at != ("jshard", "include"):  # an equal place: one file, included twice
                 fault = f"is already at {keys[key]}, and {dotted([name])} includes both"
                 self.faults.add(at, place, fault, "keep one of the two")
         return collection(both, first.place, keys)
@@ -140,8 +140,9 @@ def _at(node: Node | None, *path: str) -> Node | None:
 
 
 def overlay(base: Node, top: Node, levels: int = 2) -> Node:
-    """`top` over `base`, key by key: a signal's keys, the keys of what is under `jshard`, and the arguments of a model and of
-    data where both name the same. Where `top` has all keys of `base`, their order is that of `top`: the devices' in a mesh."""
+    """Lay `top` over `base`: by keys of signals, by keys under `jshard`, and by arguments of an
+    equal model or data. If `top` has all keys of `base`, the keys have the order of `top`: in a
+    mesh, it is the order of the devices."""
     if not levels or not isinstance(base.value, dict) or not isinstance(top.value, dict):
         return top
     both = dict(base.value)
@@ -155,7 +156,7 @@ def overlay(base: Node, top: Node, levels: int = 2) -> Node:
 
 
 def _names_no_other(base: Node | None, top: Node) -> bool:
-    """Whether a model or data is what is included, so that the arguments there hold for it."""
+    """Return whether `top` keeps the included model or data, and thereby the included arguments."""
     if base is None or not isinstance(base.value, dict) or not isinstance(top.value, dict):
         return False
     if "path" in top.value:
@@ -164,7 +165,7 @@ def _names_no_other(base: Node | None, top: Node) -> bool:
 
 
 def _override(root: Node, word: str, faults: Faults) -> Node:
-    """One `path=value` of the command line laid over the file."""
+    """Apply a `path=value` of the command line to the file."""
     place = Location(COMMAND_LINE)
     about = f"{quoted(str(word))} ({COMMAND_LINE})"
 
@@ -199,15 +200,15 @@ def _override(root: Node, word: str, faults: Faults) -> Node:
     mesh = _at(root, "jshard", "mesh")
     if path[:2] == ["jshard", "mesh"] and path[2:] and mesh is not None and isinstance(mesh.value, dict):
         name = path[2]
-        if name not in mesh.value:  # a new axis would be a mesh that nothing uses, of more devices
+        if name not in mesh.value:  # no signal would use a new axis
             hint = did_you_mean(name, mesh.value, "give the whole mesh: jshard.mesh={...}")
             return wrong(f"sets mesh axis {quoted(name)}, which is not in jshard.mesh ({mesh.place})", hint)
-    return _placed(root, path, value, place, Keys({"jshard": Key(JSHARD_TABLE, "")}))  # a signal has no short forms
+    return _placed(root, path, value, place, Keys({"jshard": Key(JSHARD_TABLE, "")}))  # signals have no short forms
 
 
 def full_key(key: str) -> str | None:
-    """`jshard.mesh.data` for `mesh.data`, `optimizer.learning_rate` for `lr`, a key of the experiment for itself; None for what
-    may be a signal's."""
+    """Return the full key: `jshard.mesh.data` for `mesh.data`, `optimizer.learning_rate` for `lr`.
+    Return a key of the experiment unchanged, and None for a possible key of a signal."""
     first = key.split(".")[0]
     if first in TRAIN:
         return key
@@ -217,7 +218,7 @@ def full_key(key: str) -> str | None:
 
 
 def _placed(node: Node | None, path: list[str], value: Node, place: Location, table: object) -> Node:
-    """`node` with `value` at `path`. A short form (`optimizer: adamw`) becomes the mapping it stands for."""
+    """Return `node` with `value` at `path`. A short form (`optimizer: adamw`) becomes a mapping."""
     if not path:
         return value
     inside: dict[str, Node] = {}

@@ -1,4 +1,4 @@
-"""A configuration, whole and checked: what `jshard.load` returns."""
+"""A resolved and checked configuration, returned by `jshard.load`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ STAGE, WORKERS = "stage", "workers"  # the mesh axes of GT's form
 
 @dataclasses.dataclass(frozen=True)
 class MeshPlan:
-    """The mesh that a configuration asks for. One size may be -1: all devices that are left."""
+    """The mesh requested by a configuration. One size may be -1, for all remaining devices."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     place: Location = dataclasses.field(compare=False)
     places: Mapping[str, Location] = dataclasses.field(default_factory=dict, compare=False)  # by mesh axis
-    across: tuple[str, ...] = ()  # the mesh axes that cross slices, which come first
+    across: tuple[str, ...] = ()  # the first mesh axes, across slices
 
     def __str__(self) -> str:
-        """`{data: 2, tensor: 4}`, as it is written."""
+        """Return `{data: 2, tensor: 4}`, as in YAML."""
         return "{" + ", ".join(f"{name}: {self.size_in_words(name)}" for name in self.names) + "}"
 
     def size_in_words(self, name: str) -> str:
@@ -49,7 +49,7 @@ class MeshPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """The stages that a configuration asks for. None of chunks: as many as the schedule has unless said."""
+    """The pipeline requested by a configuration. If `chunks` is None, the schedule's default applies."""
 
     axis: str
     microbatches: int
@@ -63,8 +63,8 @@ class Pipeline:
 
 
 class Fingerprint:
-    """What a configuration says that a program depends on. There is one for all that say the same, since JAX hashes it, and
-    compares it, at every primitive that it traces."""
+    """The parts of a configuration with an effect on programs. Equal parts share one object, since
+    JAX hashes and compares it at every traced primitive."""
 
     def __init__(self, says: Hashable):
         self.says = says
@@ -75,8 +75,7 @@ _fingerprints: weakref.WeakValueDictionary[Hashable, Fingerprint] = weakref.Weak
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Configuration(Shown):
-    """What a configuration says, and in words where it is printed. Immutable; equal only to itself: `fingerprint` tells
-    whether two place alike."""
+    """A checked configuration, immutable and equal only to itself; `fingerprint` compares layouts."""
 
     source: str
     mesh: MeshPlan | None  # None when neither jshard.mesh nor a `shard` over workers is written
@@ -91,13 +90,13 @@ class Configuration(Shown):
     topology: str | None = None  # v5e:4x4
     topology_place: Location | None = None
     pipeline: Pipeline | None = None
-    workers: tuple[tuple[int, ...], ...] = ()  # the devices of each stage, where signals in GT's form have said so
-    trust: Trust = EVERYTHING  # whose code it may run
-    # The scopes under which `jshard.signal.tensor` has placed an array: data, which stands in no trace of the function that it
-    # is given to. A signal in it is in use for every model, so no report names it "unused"; no layout depends on it.
+    workers: tuple[tuple[int, ...], ...] = ()  # devices of each stage, in GT's form
+    trust: Trust = EVERYTHING  # the code it may run
+    # The scopes of arrays placed by `jshard.signal.tensor`: data, in no trace of the function that
+    # receives it. Reports don't name these signals "unused"; no layout depends on this set.
     placed: set[tuple[str, ...]] = dataclasses.field(default_factory=set, init=False)
-    # The signals that claim parameters where they are used, and the line, by the class of the NNX model and the path:
-    # another function of the model leaves its parameters there. Trees have no class, and each function claims its own.
+    # The signals that claim parameters by use, with the line, by class of the NNX model and path:
+    # other functions of the model keep this layout. Trees have no class: each function has claims.
     used: dict[tuple[type | None, str], tuple[Signal, str]] = dataclasses.field(default_factory=dict, init=False)
     _looked_up: dict[tuple[str, ...], Signal] = dataclasses.field(default_factory=dict, init=False)
     _digests: dict[tuple[str, ...], Hashable] = dataclasses.field(default_factory=dict, init=False)
@@ -106,7 +105,7 @@ class Configuration(Shown):
         yield Rows(self.meaning())
 
     def meaning(self) -> list[tuple[str, str]]:
-        """One line for the mesh, one for the experiment, one for each signal: its place, and what it means."""
+        """Return the place and meaning of the mesh, the experiment and each signal."""
         mesh, train, lines = self.mesh, self.train, list[tuple[object, str]]()
         if mesh is not None:
             count = math.prod(mesh.sizes)
@@ -136,14 +135,14 @@ class Configuration(Shown):
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
-        """Equal for two configurations that place alike: lines, comments, `expect` and `train` take no part."""
+        """The part with an effect on programs, without lines, comments, `expect` and `train`."""
         named = tuple(sorted(self.signals.items()))
         says = (self.mesh, self.axis_types, self.strict, self.default, self.pipeline, self.workers, named)
         return _fingerprints.setdefault(says, Fingerprint(says))
 
     @functools.cached_property
     def devices(self) -> int | None:
-        """How many devices the mesh takes, at the least: sizes of -1 count as one, and workers by their numbers."""
+        """The least number of devices: a mesh size of -1 counts as 1, and workers count by number."""
         numbers = [max(s.shard.workers) + 1 for s in self.signals.values() if s.shard is not None and s.shard.workers]
         numbers += [max(each) + 1 for each in self.workers]
         if self.mesh is None:
@@ -152,13 +151,14 @@ class Configuration(Shown):
 
     @property
     def stage_axis(self) -> str | None:
-        """The mesh axis of stages, where there are any."""
+        """The mesh axis of stages, or None."""
         return self.pipeline.axis if self.pipeline is not None else STAGE if self.workers else None
 
     @functools.cached_property
     def by_stages(self) -> Configuration | None:
-        """GT's form as one mesh: each list of workers that signals name is a stage, and what they split lies over its
-        workers. None of any other form, and where the lists overlap or are not of one length."""
+        """The configuration in GT's form on a single mesh, where each list of workers is a stage.
+        Split arrays are split over the workers of their stage. None for another form, for a single
+        list, and for lists that overlap or differ in length."""
         named = [s.shard.workers for s in self.signals.values() if s.shard is not None and s.shard.workers]
         lists = tuple(sorted(set(named)))
         numbers = [number for each in lists for number in each]
@@ -186,12 +186,12 @@ class Configuration(Shown):
 
     @property
     def has_claims(self) -> bool:
-        """Whether a signal claims parameters, by `match`."""
+        """True if a signal claims parameters by `match`."""
         return any(signal.match for signal in self.signals.values())
 
     @property
     def splits_parameters(self) -> bool:
-        """Whether a signal splits parameters."""
+        """True if a signal splits parameters."""
         words = ("column", "reduction", "store", "expert", "shard")
         return any(getattr(signal, word) for signal in self.signals.values() for word in words)
 
@@ -200,11 +200,12 @@ class Configuration(Shown):
         return Matcher(self.signals.values())
 
     def names(self, path: tuple[str, ...]) -> bool:
-        """Whether a signal of the configuration has the name of this nesting, or of an end of it."""
+        """Return whether a signal matches these nested names or a suffix of them."""
         return bool(self._matcher.find(_components(path))[1])
 
     def lookup(self, path: tuple[str, ...]) -> Signal:
-        """The signal for a nesting of scope names, outermost first: by the whole path, else by ever shorter ends."""
+        """Return the signal of nested names, outermost first: by the whole path, else by a shorter
+        suffix."""
         if path not in self._looked_up:
             self._looked_up[path] = self._find(path)
         return self._looked_up[path]
@@ -238,8 +239,8 @@ class Configuration(Shown):
         raise JShardError(fault, hint=f"use {listed(self.signals)}" if self.signals else f"write {name}: {{}} in it")
 
     def digest(self, path: tuple[str, ...]) -> Hashable:
-        """All that a program below this scope can depend on: equal digests may share one trace. Names take part only as
-        far as names inside the scope could be told apart by them."""
+        """Return all inputs from the configuration to a program in this scope: equal digests may
+        share a trace. Names count only if they affect the match of names inside the scope."""
         if path not in self._digests:
             parts = _components(path)
             self._digests[path] = (self.lookup(path) if path else None, self._matcher.below(parts))
@@ -247,16 +248,16 @@ class Configuration(Shown):
 
 
 def _components(path: tuple[str, ...]) -> tuple[str, ...]:
-    """One name for each level: a scope may be named "decoder/attn" at once."""
+    """Split names at slashes: a scope may be named "decoder/attn" at once."""
     return tuple(component for name in path for component in name.split("/"))
 
 
 def load_configuration(
     source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = (), trust: Trust = EVERYTHING
 ) -> Configuration:
-    """Read and check a configuration: a path to a YAML file, or a mapping. `overrides` are `path=value` words as on the
-    command line, and it may run the code that `trust` names. All faults are one JShardError, a line each, in the order of
-    the files."""
+    """Read and check a configuration: a path to a YAML file, or a mapping. `overrides` are
+    `path=value` words as on the command line. The configuration may run the code in `trust`. All
+    faults are one JShardError, a line each, in the order of the files."""
     faults = Faults()
     name, root = compose(source, overrides, faults)
     resolved = resolve(root, name, faults) if root is not None else None
@@ -299,7 +300,7 @@ def _pipeline(head: Mapping[str, Any], places: Mapping[str, Location]) -> Pipeli
 def _mesh(
     sizes: Mapping[str, int] | None, places: Mapping[str, Location], signals: Mapping[str, Signal]
 ) -> MeshPlan | None:
-    """The mesh that is written; in GT's form, which has workers and no mesh, one axis over all devices."""
+    """Return the mesh as written, or for GT's form without a mesh, a single axis over all devices."""
     if sizes is not None:
         of_axes = {name: places[f"jshard.mesh.{name}"] for name in sizes}
         across = tuple(name for name, size in sizes.items() if isinstance(size, Across))

@@ -1,4 +1,4 @@
-"""A signal in words."""
+"""Descriptions of signals in words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OUTPUTS = {
 
 
 def signal_words(signal: Signal, backward: Signal) -> Iterator[str]:
-    """What it splits, where, and what else it asks for; `backward` is the signal of its cotangents."""
+    """Yield the layout of a signal and its options in words; `backward` is the signal of its cotangents."""
     if signal.shard is not None:
         yield _shard(signal.shard)
     loops = {"rows": signal.row, "columns": signal.column, "reduction": signal.reduction}
@@ -84,7 +84,7 @@ def _shard(shard: Shard) -> str:
 
 
 def component_words(named: object) -> str:
-    """Name what a key of `jshard.train` is made of: a path, or the links of an optimizer's chain."""
+    """Return the name of a component of `jshard.train`: a path, or the links of an optimizer's chain."""
     if not isinstance(named, dict):
         return str(named)
     return str(named.get("path") or named.get("name") or named.get("text") or " + ".join(named))

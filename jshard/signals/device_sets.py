@@ -1,4 +1,4 @@
-"""One compiled program, and one gradient, spans one set of devices: what would reach another is told with both YAML lines."""
+"""Errors for a program or gradient over different sets of devices, with both YAML lines."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _first: weakref.WeakKeyDictionary[Any, tuple[Mesh, Signal]] = weakref.WeakKeyDic
 
 
 def check_reach(x: object, mesh: Mesh, signal: Signal) -> None:
-    """An error where `x` can't be brought to `mesh`, as `signal` asks: it is differentiated on other devices, or the program
-    that is traced has arrays on others already. JAX itself says so only when the program is compiled."""
+    """Raise an error if `x` can't be moved to `mesh` under `signal`. `x` may be differentiated on
+    other devices, or the traced program may have arrays on other devices. JAX itself reports this
+    only when it compiles."""
     if not isinstance(x, Tracer) or not isinstance(mesh, Mesh):
         return
     value: Any = x.to_concrete_value()
     if value is not None:
-        if is_elsewhere(value, mesh) and signal.backward is None:  # which brings cotangents back by itself
+        if is_elsewhere(value, mesh) and signal.backward is None:  # `backward` moves cotangents back
             there, present = _mesh_of(value), configuration()
             signals = present.signals.values() if present is not None else ()
             lie_there = (each for each in signals if each.shard is not None and not differ(mesh_for(each)[0], there))
@@ -39,27 +40,27 @@ def check_reach(x: object, mesh: Mesh, signal: Signal) -> None:
 
 
 def program_of(x: Any) -> Any:
-    """The trace of the program that `x` is part of, below derivatives and vmaps; None outside `jax.jit`."""
+    """Return the jit trace of `x`, below derivatives and vmaps; None outside `jax.jit`."""
     trace = x._trace
-    while trace is not None and type(trace).__name__ != "DynamicJaxprTrace":  # JAX keeps the class to itself
+    while trace is not None and type(trace).__name__ != "DynamicJaxprTrace":  # a private class of JAX
         trace = getattr(trace, "parent_trace", None)
     return trace
 
 
 def differ(one: Mesh, other: Mesh) -> bool:
-    """Whether two meshes are over different devices."""
+    """Return whether two meshes have different devices."""
     return list(one.devices.flat) != list(other.devices.flat)
 
 
 def is_elsewhere(x: object, mesh: Mesh) -> bool:
-    """Whether `x` lies on other devices than those of `mesh`, by somebody's wish."""
+    """Return whether `x` is committed to devices outside `mesh`."""
     if isinstance(x, Tracer) or not isinstance(x, jax.Array) or not isinstance(mesh, Mesh):
         return False
     return x.committed and x.sharding.device_set != {*mesh.devices.flat}
 
 
 def apart(signal: Signal, mesh: Mesh, other: Signal | str, there: Any) -> JShardError:
-    """For two places that no program spans."""
+    """Return the error for two places without a common program."""
     present = configuration()
     can = present is not None and present.by_stages is not None
     return JShardError(
@@ -72,12 +73,12 @@ def apart(signal: Signal, mesh: Mesh, other: Signal | str, there: Any) -> JShard
 
 
 def devices_in_words(mesh: Mesh) -> str:
-    """`workers 2, 3`"""
+    """Return the devices of a mesh in words: `workers 2, 3`."""
     return "workers " + ", ".join(str(device.id) for device in mesh.devices.flat)
 
 
 def _mesh_of(x: jax.Array) -> Mesh:
-    """The mesh that an array lies on, made of its devices where its sharding has none."""
+    """Return the mesh of an array, made of its devices if its sharding has none."""
     if isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh):
         return x.sharding.mesh
     return Mesh(np.array(sorted(x.devices(), key=lambda device: device.id)), ("workers",))

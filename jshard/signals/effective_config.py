@@ -1,4 +1,4 @@
-"""A configuration key by key, each with the line that says it: includes, `extends` and the command line are in it."""
+"""The effective configuration by key and line, after includes, `extends` and the command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jshard.signals.signal import Signal
 
 
 def lines(configuration: Configuration) -> Iterator[tuple[Location, str, str]]:
-    """Place, key and value: `configs/mlp.yaml:5`, `layer1.row`, `data`."""
+    """Yield place, key and value: `configs/mlp.yaml:5`, `layer1.row`, `data`."""
     mesh = configuration.mesh
     if mesh is not None:
         for name in mesh.names:
@@ -32,7 +32,7 @@ def lines(configuration: Configuration) -> Iterator[tuple[Location, str, str]]:
 
 
 def pipeline_keys(pipeline: Pipeline) -> dict[str, Any]:
-    """Return what stands under `jshard.pipeline`; the number of microbatches is a key of the experiment."""
+    """Return the keys under `jshard.pipeline`; microbatches are a key of the experiment."""
     return {key: value for key, value in changed(pipeline).items() if key not in ("place", "microbatches")}
 
 
@@ -49,7 +49,7 @@ def _keys(signal: Signal) -> Iterator[tuple[str, str]]:
 
 
 def changed(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that say more than their defaults."""
+    """Return the fields of a dataclass with values other than their defaults."""
     fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
     return {name: present for name, (present, default) in fields.items() if present != default}
 

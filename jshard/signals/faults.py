@@ -1,4 +1,4 @@
-"""Every fault of a configuration, gathered before any is raised, and the words they share."""
+"""Faults of a configuration, collected before any is raised, and their common words."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from jshard.errors import JShardError, Location, quoted
 
 Path = tuple[str, ...]  # the keys that lead to a value, the outermost first
 COMMAND_LINE = "the command line"
-MOST = 20  # faults that are told of a configuration
+MOST = 20  # faults shown per configuration
 
 
 class Faults:
-    """The faults found so far; raised together, in the order of the files and their lines."""
+    """The faults found so far, raised together in the order of files and lines."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[Location, str, str], tuple[Location, str, str]] = {}
@@ -20,12 +20,12 @@ class Faults:
         self._sources: dict[str, int] = {}
 
     def opens(self, source: str) -> None:
-        """Faults of this source come after those of the sources opened before."""
+        """Order faults of this source after the sources opened before."""
         self._sources.setdefault(source, len(self._sources))
 
     def add(self, about: Path | str, place: Location, says: str, hint: str) -> None:
-        """Note a fault: its subject, by words or by the keys that lead there, and what is wrong. What stands at one place
-        of a file and is wrong in the same way for several signals, by an alias or a template, is told once."""
+        """Note a fault. `about` is its subject, in words or as the path of keys to the value.
+        Several signals can share a fault by an alias or template; it is reported once."""
         self._times += 1
         fault = f"{about if isinstance(about, str) else subject(about, place)} {says}"
         self._found.setdefault((place, says if place.line else fault, hint), (place, fault, hint))
@@ -33,11 +33,11 @@ class Faults:
             self.stop()
 
     def __len__(self) -> int:
-        """How many times a fault was noted."""
+        """Return the number of faults noted, repeats included."""
         return self._times
 
     def stop(self) -> None:
-        """Raise what was found, if anything was."""
+        """Raise the noted faults as a single error, if there are any."""
         if self._found:
             found = sorted(self._found.values(), key=lambda fault: self._order(fault[0]))
             told = [JShardError(fault, hint=hint) for _, fault, hint in found[:MOST]]
@@ -50,7 +50,7 @@ class Faults:
 
 
 def shown(value: object) -> str:
-    """A value as the user would write it, or what it is when it is long."""
+    """Return a value as written in YAML, or a description of a long value."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -65,7 +65,7 @@ def shown(value: object) -> str:
 
 
 def subject(path: Path, place: Location) -> str:
-    """What a fault is about: `signal "layer1" (configs/mlp.yaml:4)`, or `jshard.mesh (configs/mlp.yaml:2)`."""
+    """Return the subject of a fault: `signal "layer1" (mlp.yaml:4)`, or `jshard.mesh (mlp.yaml:2)`."""
     if not path:
         return str(place)
     if path[0] == "jshard":
@@ -74,18 +74,18 @@ def subject(path: Path, place: Location) -> str:
 
 
 def dotted(path: Iterable[str]) -> str:
-    """The keys of a path with dots between, each on one line."""
+    """Join the keys of a path by dots, on a single line."""
     return ".".join(quoted(word)[1:-1] for word in path)
 
 
 def value_words(path: Path, value: object) -> str:
-    """What the subject of a path says: signal "layer1" (f:4) `has shard.axis: true`, jshard.strict (f:2) `is 3`."""
+    """Return the words after a subject: `has shard.axis: true` for a signal, `is 3` for jshard.strict."""
     inside_signal = path[1:] and path[0] != "jshard"
     return f"{f'has {dotted(path[1:])}:' if inside_signal else 'is'} {shown(value)}"
 
 
 def listed(words: Iterable[str], joint: str = "or") -> str:
-    """`a, b or c`, cut when it is long."""
+    """Join words as `a, b or c`, cut after 14 of more than 16."""
     names = [quoted(word)[1:-1] for word in words]
     if len(names) > 16:
         return ", ".join(names[:14]) + f" {joint} one of {len(names) - 14} more"

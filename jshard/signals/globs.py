@@ -1,4 +1,4 @@
-"""Globs over the paths of parameters, `layers/*/attn/{q,k,v}_proj/**`, and those paths."""
+"""Paths of parameters, and globs over paths: `layers/*/attn/{q,k,v}_proj/**`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ Row = TypeVar("Row", bound=Hashable)
 
 
 class ParameterPath(str):
-    """The path of a parameter of a function: below its argument (`inner`), or from the argument's name (`led`) where several
-    arguments hold parameters. Globs fit `inner`, and those that begin with the argument's name also `led`: where a model has a
-    part of that name too, both count."""
+    """The path of a parameter of a function.
+
+    `inner` is the path below its argument; `led` begins with the argument's name, for a function
+    with several arguments of parameters. Globs match `inner`. Globs that begin with the argument's
+    name match `led` too: if a part of the model has this name, both matches count.
+    """
 
     argument: str
-    inner: str  # "" of an array that is the argument itself
+    inner: str  # "" for an argument that is an array
     led: str
 
     @classmethod
@@ -62,18 +65,18 @@ def repeats(entries: Iterable[tuple[Row, str]]) -> Iterator[tuple[Row, str, int]
 
 
 def below(path: str) -> str:
-    """The path below its argument."""
+    """Return the path below its argument."""
     return path.inner if isinstance(path, ParameterPath) else path
 
 
-OTHERS = "**"  # by itself: the parameters that nobody else claims
+OTHERS = "**"  # alone: all parameters without another claim
 MOST_SPELLINGS = 1_000
-LONGEST = 200  # letters of a path or a glob that an error shows
+LONGEST = 200  # characters of a path or glob shown in an error
 
 
 @dataclasses.dataclass(frozen=True)
 class Globs(Names):
-    """A glob or a list of them; always a tuple once read. The place of each is noted, as `match.layers/**`."""
+    """A glob or a list of globs, read as a tuple. The place of each is noted, as `match.layers/**`."""
 
     wants: str = "a glob or a list of globs"
     example: str = '["layers/*/mlp/**"]'
@@ -95,17 +98,17 @@ class Globs(Names):
 
 
 class Glob:
-    """A glob over paths: `*` is any text within one part, `?` one letter of it, `**` any number of parts, none too, and `{a,b}`
-    one of the alternatives. All else, dots and brackets too, is itself. A path that one of the `exceptions` fits is left
-    out."""
+    """A glob over paths. `*` matches any text within a part, `?` a single character, `**` any
+    number of parts including none, and `{a,b}` either alternative. Other characters, as dots and
+    brackets, match themselves. A path matched by one of the `exceptions` does not fit."""
 
     def __init__(self, text: str, exceptions: Sequence[Glob] = ()):
         self.text, self.exceptions = text, exceptions
-        self.heads = {one.partition("/")[0] for one in spellings(text)}  # the names of arguments, where they lead
+        self.heads = {one.partition("/")[0] for one in spellings(text)}  # possible names of arguments
         # Each part of a path ends in a slash here, so that "**" is any number of parts wherever it stands.
         self._fits = re.compile("|".join(map(_regex, spellings(text)))).fullmatch
         letters = [part.strip("/") for piece, *_ in _choices(text)[::2] for part in re.split("[*?]", piece)]
-        self._holds = max(letters, key=len)  # in every path that it fits, which is soon seen
+        self._holds = max(letters, key=len)  # text in every matching path, for a fast first check
 
     def fits(self, path: str) -> bool:
         ways = [below(path), *([path.led] if isinstance(path, ParameterPath) and path.argument in self.heads else [])]
@@ -114,19 +117,19 @@ class Glob:
 
 
 def patterns(match: Iterable[str]) -> list[Glob]:
-    """Return the globs of a list, without what its exceptions ("!value/output/**") fit."""
+    """Return the globs of a list, with its "!value/output/**" entries as their exceptions."""
     match = list(match)
     exceptions = [Glob(text[1:]) for text in match if text.startswith("!")]
     return [Glob(text, exceptions) for text in match if not text.startswith("!")]
 
 
 def spellings(glob: str) -> Iterator[str]:
-    """Write out the alternatives: `{q,k}_proj` is `q_proj` and `k_proj`."""
+    """Yield a glob for each combination of alternatives: `{q,k}_proj` gives `q_proj` and `k_proj`."""
     return map("".join, itertools.product(*_choices(glob)))
 
 
 def respelt(glob: str) -> Iterator[str]:
-    """Yield what a glob may have been meant to be: a path in dots, a regular expression, a module or the end of a path."""
+    """Yield corrections of a glob: of a dotted path, a regular expression, a module or a path's end."""
     for one in (glob, glob.removeprefix("params/"), glob.replace(".", "/"), glob.replace(".*", "**")):
         for each in (one, f"{one}/**", f"**/{one}", f"**/{one}/**"):
             if not _fault(each)[0]:
@@ -134,7 +137,7 @@ def respelt(glob: str) -> Iterator[str]:
 
 
 def narrowed(glob: str) -> Iterator[tuple[str, str]]:
-    """Each alternative, and the glob with that one in place of its braces."""
+    """Yield each alternative, and the glob with this alternative in place of its braces."""
     choices = _choices(glob)
     for number in range(1, len(choices), 2):
         for one in choices[number]:
@@ -143,14 +146,15 @@ def narrowed(glob: str) -> Iterator[tuple[str, str]]:
 
 
 def _choices(glob: str) -> list[list[str]]:
-    """The pieces of a glob, each as the list of its alternatives."""
+    """Split a glob into pieces, each a list of alternatives."""
     pieces = re.split(r"\{([^{}]*)\}", glob)
     return [piece.split(",") if number % 2 else [piece] for number, piece in enumerate(pieces)]
 
 
 def _regex(spelling: str) -> str:
-    """Of the paths, with a slash at the end, that a glob without alternatives fits. It never backtracks over a "*" or "**"
-    once what follows that has been found, so that no glob takes long."""
+    """Return the regular expression of a glob without alternatives, for paths with a slash at the
+    end. It never backtracks over a "*" or "**" after a match of the next piece, so that no glob
+    takes long."""
     runs: list[list[str]] = [[]]
     for part in spelling.split("/"):
         if part == "**":
@@ -161,7 +165,7 @@ def _regex(spelling: str) -> str:
 
 
 def _with_gaps(pieces: Sequence[str], gap: str) -> str:
-    """The pieces with any number of `gap` between each two: each piece but the last is taken where it comes first."""
+    """Join pieces by any number of `gap`; each piece but the last matches at its first occurrence."""
     first, *rest = pieces
     return (
         first + "".join(f"(?>{gap}*?{piece})" for piece in rest[:-1]) + "".join(f"{gap}*{piece}" for piece in rest[-1:])
@@ -173,7 +177,7 @@ def _literal(text: str) -> str:
 
 
 def _fault(glob: str) -> tuple[str, str]:
-    """Say what is wrong with a glob and what to write; nothing where nothing is wrong."""
+    """Return the fault of a glob and a hint; both are empty for a valid glob."""
     choices = _choices(glob)
     plain = "".join(text for text, *_ in choices)  # alternatives hold no brace
     if "{" in plain or "}" in plain:

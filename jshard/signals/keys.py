@@ -1,4 +1,4 @@
-"""Which key of a signal asks for a collective, and the line that it is written on."""
+"""Attribution of collectives to keys of signals and their lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jshard.signals.signal import AXIS_KEYS, Signal
 
 
 def blamed(cause: Cause, mesh_axes: Sequence[str]) -> Cause:
-    """Find the key and the line behind a collective over `mesh_axes`, and whether a signal asked for it."""
+    """Complete the cause of a collective over `mesh_axes`: key, line, and whether a signal asked for it."""
     present = configuration()
     if present is None:
         return cause
@@ -26,10 +26,13 @@ def blamed(cause: Cause, mesh_axes: Sequence[str]) -> Cause:
 
 
 def _key(signal: Signal, cause: Cause, mesh_axes: Sequence[str]) -> str:
-    """Of the signal: `remat` for what runs again because of it, the key that the layer wrote around the collective, else the
-    first key that names a mesh axis. Layers have other keys for `shard`: under one, what they wrote counts if the signal has
-    it too. JAX adds sums of gradients where a value starts to vary, which no layer writes. But x is brought to where
-    `reduction` splits it, as the sequence is scattered to later."""
+    """Return the key of a signal responsible for a collective.
+
+    Recomputation belongs to `remat`. Otherwise it is the key written by the layer; under `shard`,
+    only if the signal names the mesh axes for this key too. JAX inserts sums of gradients without a
+    key: the first key with a mesh axis is responsible. For a redistribution of x, `reduction` comes
+    first.
+    """
     if cause.remat and signal.remat:
         return "remat"
     is_own = cause.key not in AXIS_KEYS or not {*mesh_axes}.isdisjoint(signal.axes(cause.key))
@@ -42,7 +45,7 @@ def _key(signal: Signal, cause: Cause, mesh_axes: Sequence[str]) -> str:
 
 
 def _named(signal: Signal, present: Configuration) -> set[str]:
-    """The mesh axes that a signal names, and the signal where its cotangents lie."""
+    """Return the mesh axes named by a signal and by the signal of its cotangents."""
     names = {name for key in AXIS_KEYS for name in signal.axes(key)}
     if signal.shard is not None:
         every = present.mesh.names if present.mesh is not None else ()
@@ -54,7 +57,7 @@ def _named(signal: Signal, present: Configuration) -> set[str]:
 
 
 def unused(scopes: Iterable[tuple[str, ...]]) -> tuple[Signal, ...]:
-    """The signals of the configuration that no scope of these means, and no array has been placed under."""
+    """Return the configured signals without a scope in `scopes` and without a placed array."""
     present = configuration()
     if present is None:
         return ()

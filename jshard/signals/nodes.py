@@ -1,4 +1,4 @@
-"""Values that keep the place they were written at, and the same made of Python's own mappings."""
+"""Parsed values with the place of each, from YAML or from Python mappings."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Scalar: TypeAlias = str | int | float | bool | None
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A value and where it was written. A mapping's `keys` say where each key stands: not always next to
-    its value, as with aliases."""
+    """A value and its place in the text. `keys` has the place of each key of a mapping; with
+    aliases, a key need not be beside its value."""
 
     value: Scalar | list[Node] | dict[str, Node]
     place: Location
     keys: Mapping[str, Location] = dataclasses.field(default_factory=dict)
-    size: int = 1  # values when every alias is written out
+    size: int = 1  # the number of values after alias expansion
     depth: int = 1
 
     def plain(self) -> Any:
-        """The value without places, lists and mappings made anew."""
+        """Return the value without places, as new lists and dicts."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -38,7 +38,7 @@ class Node:
 
 
 def collection(value: list[Node] | dict[str, Node], place: Location, keys: Mapping[str, Location]) -> Node:
-    """A list, or a mapping whose keys stand at `keys`."""
+    """Return the node of a list, or of a mapping with the places of its keys."""
     inside = value.values() if isinstance(value, dict) else value
     return Node(value, place, keys, 1 + sum(n.size for n in inside), 1 + max((n.depth for n in inside), default=0))
 
@@ -53,7 +53,8 @@ _REAL = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+
 
 
 def scalar(text: str) -> Scalar:
-    """What an unquoted word means: YAML 1.2's rules, and `1_000` for 1000. A number too long to be one stays a word."""
+    """Return the meaning of an unquoted word by YAML 1.2, and of `1_000` as 1000. A number of over
+    40 characters stays a word."""
     if text in _WORDS:
         return _WORDS[text]
     if len(text) > 40:
@@ -68,11 +69,11 @@ def scalar(text: str) -> Scalar:
 
 
 class Stop(Exception):
-    """The source can't be read on; the fault is already noted."""
+    """An end of reading after a fault, already noted."""
 
 
 def document(root: Node | None, source: str, faults: Faults) -> Node | None:
-    """The document, when it is a mapping with something in it."""
+    """Return the document if it is a mapping with content; else note a fault and return None."""
     if root is None or root.value is None or root.value == {}:
         if not faults:
             example = "write jshard: {mesh: {data: -1}} and a signal, as in layer1: {row: data}"
@@ -86,12 +87,12 @@ def document(root: Node | None, source: str, faults: Faults) -> Node | None:
 
 
 def read_mapping(source: Mapping[Any, Any], name: str, faults: Faults) -> Node | None:
-    """A mapping of Python's, by the rules of a file. Its values have no lines."""
+    """Read a Python mapping by the rules of a file. Its values have no lines."""
     return document(node_of(source, Location(name), faults), name, faults)
 
 
 def node_of(value: object, place: Location, faults: Faults) -> Node | None:
-    """A Python value as a node; None, and its fault noted, when no YAML could have said it."""
+    """Convert a Python value to a node. Note a fault for a value without a YAML form."""
     count = 0
 
     def made(value: object, path: Path) -> Node:

@@ -1,4 +1,4 @@
-"""The warning for a plain layer that runs whole on every device, under a signal that splits its arrays."""
+"""The warning for a plain layer replicated on every device, under a signal with split arrays."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ BUILDERS = frozenset(("__init__", "setup", "init"))  # functions that build laye
 
 
 class Watch:
-    """The layers that run in one scope of a signal: in the program that JAX traces, else as JAX evaluates them."""
+    """The plain layers run in the scope of a signal, traced or evaluated by JAX."""
 
     def __init__(self, signal: Signal):
         self.signal = signal
-        self.split: list[set[str]] = []  # the mesh axes that split the operands of each
+        self.split: list[set[str]] = []  # per layer, the mesh axes of its operands
         self.frame = _frame()
         self.begin = 0 if self.frame is None else len(self.frame.tracing_eqns)
 
     def warn(self, *, has_split: bool) -> None:
-        """Warn if layers ran, all of them whole. In a trace types tell so on explicit mesh axes alone; on automatic axes
-        `has_split` does, which is whether the signal has split arrays before."""
+        """Warn if layers ran and all of them were replicated. In a trace, types show layouts only
+        on explicit mesh axes. On automatic axes, `has_split` means the signal has split arrays
+        before, and there is no warning."""
         if self.frame is not None:
             if has_split and not is_explicit(mesh()):
                 return
@@ -60,7 +61,7 @@ _watching = ContextVar[Watch | None]("watching", default=None)
 
 @contextlib.contextmanager
 def watching(watch: Watch | None) -> Iterator[None]:
-    """Note the layers that JAX evaluates inside."""
+    """Record the layers evaluated by JAX inside."""
     if watch is not None:
         _note_evaluation()
     token = _watching.set(watch)
@@ -72,7 +73,7 @@ def watching(watch: Watch | None) -> Iterator[None]:
 
 @functools.cache
 def _note_evaluation() -> None:
-    """Wrap how JAX evaluates products, once."""
+    """Wrap JAX's evaluation of products, once per process."""
 
     def noting(evaluate: Callable[..., Any]) -> Callable[..., Any]:
         def call(*xs: object, **params: object) -> Any:
@@ -87,7 +88,7 @@ def _note_evaluation() -> None:
 
 
 def splits(signal: Signal) -> set[str]:
-    """Return the mesh axes over which a signal splits parameters; where it splits none, those over which it splits arrays."""
+    """Return the mesh axes of a signal's parameters, or of its other arrays if it splits no parameters."""
     of_shard = () if signal.shard is None else signal.shard.mesh or mesh().axis_names
     every = *of_shard, *(name for key in AXIS_KEYS for name in signal.axes(key))
     return {name for name in (*signal.column, *signal.reduction) or every if mesh().shape[name] >= 2}
@@ -99,13 +100,13 @@ def _layers(eqn: Eqn) -> Iterator[Any]:
 
 
 def _mesh_axes(xs: Iterable[Any]) -> set[str]:
-    """Return the mesh axes that split arrays, or their types."""
+    """Return the mesh axes in the shardings of arrays or of their types."""
     given = [(x.sharding, x.ndim) for x in xs if isinstance(getattr(x, "sharding", None), NamedSharding)]
     return {name for sharding, rank in given for name in Layout.from_sharding(sharding, rank).mesh_axes}
 
 
 def _frame() -> Any:
-    """Return JAX's record of the program that is traced here; None outside of traces."""
+    """Return JAX's record of the program being traced, or None outside a trace."""
     trace = trace_ctx.trace
     while not hasattr(trace, "frame") and hasattr(trace, "parent_trace"):
         trace = trace.parent_trace

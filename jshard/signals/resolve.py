@@ -1,4 +1,4 @@
-"""From what is written to what it means, with every fault that can be told without touching a device."""
+"""Resolution of a parsed configuration, and all its checks without a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jshard.signals.signal import AXIS_KEYS, PRODUCT, DTypes, Matcher, Shard, Si
 from jshard.signals.synonyms import meant
 from jshard.signals.value_types import Reading
 
-# Two keys that may not name one mesh axis: keys, and the array that would be split over it twice.
+# Two keys without a common mesh axis, and the array that it would split twice.
 _ARRAYS = [
     *((*reversed(words), array) for array, words in PRODUCT.items() if words[1:]),
     ("row", "sequence", "x"),
@@ -28,21 +28,22 @@ _ARRAYS = [
 
 @dataclasses.dataclass
 class Written:
-    """A signal or template as it stands in the file: values by key, and where each key path stands."""
+    """A signal or template as written: values by key, and the place of each key path."""
 
     name: str
     place: Location
     values: dict[str, Any]
     places: dict[str, Location]
-    broken: set[str]  # key paths with a fault already told
+    broken: set[str]  # key paths with a noted fault
 
     def at(self, key: str) -> Location:
         return self.places.get(key, self.place)
 
 
 def resolve(root: Node, source: str, faults: Faults) -> tuple[dict[str, Any], dict[str, Location], dict[str, Signal]]:
-    """Read and check all that `root` says: what stands under `jshard`, the places of its keys ("jshard." included), and the
-    signals. What is faulty is left out; the caller raises the faults."""
+    """Read and check a parsed configuration. Return the values under `jshard`, the places of its
+    keys ("jshard." included), and the signals. Faulty parts are left out; the caller raises the
+    faults."""
     assert isinstance(root.value, dict)
     misspelt = _misspelt(root, faults)
     head, reading = _head(root.value.get("jshard") or misspelt, faults)
@@ -64,8 +65,8 @@ def is_template(name: str) -> bool:
 
 
 def _misspelt(root: Node, faults: Faults) -> Node | None:
-    """Report a name that was meant to be "jshard", and return what is under it: its faults are reported too, and those that
-    its absence would have are not."""
+    """Report a misspelled "jshard" and return its node, for the faults in it. Faults that follow
+    from the missing "jshard" are not reported."""
     assert isinstance(root.value, dict)
     for name, node in root.value.items():
         keys = {*node.value} if isinstance(node.value, dict) else set()
@@ -73,14 +74,14 @@ def _misspelt(root: Node, faults: Faults) -> Node | None:
         if is_near and keys & JSHARD.keys() - SIGNAL.keys():
             place = root.keys[name]
             faults.add(f"{quoted(name)} ({place})", place, "has the keys of jshard", 'did you mean "jshard"?')
-            if "include" in keys:  # signals of the files that were not included are missing
+            if "include" in keys:  # signals of the included files are missing
                 faults.stop()
             return node
     return None
 
 
 def _head(node: Node | None, faults: Faults) -> tuple[dict[str, Any], Reading]:
-    """Read what stands under `jshard`, and what the signals are to be read against."""
+    """Read the values under `jshard`, and return them with the context for reading signals."""
     reading = Reading(faults)
     if node is None:
         return {}, reading
@@ -97,7 +98,7 @@ def _head(node: Node | None, faults: Faults) -> tuple[dict[str, Any], Reading]:
 
 
 def _is_signal(name: str, node: Node, place: Location, faults: Faults) -> bool:
-    """Whether a name at the top can be a signal's."""
+    """Return whether a name at the top can be a signal's; note a fault if not."""
     keys = set(node.value) if isinstance(node.value, dict) else set()
     about = f"{quoted(name)} ({place})"
     if not all(name.split("/")):
@@ -125,8 +126,8 @@ def _written(name: str, node: Node, place: Location, reading: Reading) -> Writte
 
 
 class _Names:
-    """The signals, each over those it extends (the later of a list over the earlier, its own keys over all), and what
-    other keys mean by their names."""
+    """The signals with `extends` applied, and the lookup of the signals named by other keys. In a
+    list of `extends` a later signal overrides an earlier, and a signal's own keys override all."""
 
     def __init__(self, written: dict[str, Written], head: dict[str, Any], source: str, faults: Faults):
         self.written = written
@@ -166,7 +167,7 @@ class _Names:
         return False
 
     def find(self, name: str, place: Location, about: Path, verb: str) -> Signal | None:
-        """The signal that `name` means; when none is meant, a fault: `about` names it."""
+        """Return the signal named `name`. If none or several match, note a fault of `about`."""
         _, found = self.matcher.find(tuple(name.split("/")))
         if len(found) == 1:
             return found[0]
@@ -182,7 +183,7 @@ class _Names:
         return self.faults.add(about, place, f"{verb} {quoted(name)}, {which}", hint)
 
     def check_backward(self) -> None:
-        """Each `backward` names a signal, and none leads back to where it began."""
+        """Note a fault for each `backward` without a signal, and for each cycle of them."""
         follows: dict[str, str] = {}
         for name, signal in self.signals.items():
             if signal.backward is not None:
@@ -196,7 +197,7 @@ class _Names:
                 seen.add(name)
                 chain.append(name)
                 name = follows[name]
-            if name in chain:  # it leads back to `name`, by way of the last
+            if name in chain:  # a cycle: the last signal leads back to `name`
                 first, last = self.signals[name], self.signals[chain[-1]]
                 via = "" if first is last else f" by way of {quoted(last.name)} ({last.at('backward')})"
                 hint = "remove one backward" if via else "remove backward"
@@ -204,7 +205,7 @@ class _Names:
 
 
 def _lay(base: Written, top: Written) -> None:
-    """Put `top` over `base`, key by key; what was inside a key goes with it."""
+    """Put `top` over `base`, key by key; a replaced key loses its nested keys."""
     for key in [key for key in base.places if key.split(".")[0] in top.places]:
         del base.places[key]
         base.broken.discard(key)
@@ -240,12 +241,12 @@ def _signal(written: Written, head: dict[str, Any], faults: Faults) -> Signal:
 
 
 def _add(faults: Faults, of: Written | Signal, key: str, says: str, hint: str) -> None:
-    """Note a fault of a signal, at one of its keys."""
+    """Note a fault at a key of a signal."""
     faults.add((of.name,), of.at(key), says, hint)
 
 
 def _store(written: Written, values: dict[str, Any], faults: Faults) -> dict[str, Any]:
-    """Of parameters, whose state lies as they do, or of the state alone."""
+    """Check the mapping form of `store`, and return the fields of the signal."""
     others = [key for key in values if key != "optimizer"]
     if others and "optimizer" in values:
         wrong = f"has store.{others[0]} beside store.optimizer"
@@ -258,7 +259,7 @@ def _store(written: Written, values: dict[str, Any], faults: Faults) -> dict[str
 
 
 def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, Signal], faults: Faults) -> None:
-    """A pipeline has layers, and its mesh axis splits nothing else, but at rest."""
+    """Note the faults of `jshard.pipeline`: it needs layers, and its mesh axis may split only storage."""
     staged = [signal for signal in signals.values() if signal.stage]
     asked, about, place = head.get("pipeline"), ("jshard", "pipeline"), reading.places.get("jshard.pipeline")
     if place is None:
@@ -292,8 +293,8 @@ def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, S
 
 
 def _check_match(signal: Signal, has_mesh: bool, faults: Faults) -> None:
-    """What claims parameters has one name, and places them on the mesh that all of a model lies on: in GT's form, which has
-    none, lists of workers are its stages."""
+    """Note the faults of `match`: it needs a plain name, and a layout on the mesh of the model.
+    GT's form has no mesh: lists of workers are its stages."""
     if signal.match and is_glob(signal.name):
         wrong = "has match, but its name is a glob, which means no one place"
         _add(faults, signal, "match", wrong, "give it a name of its own")
@@ -314,13 +315,13 @@ def _shard(written: Written, values: dict[str, Any], faults: Faults) -> Shard:
         _add(faults, written, "shard.mesh", wrong, "keep one of the two")
     if not replicated and "shard.axis" not in written.places and "shard" not in written.broken:
         _add(faults, written, "shard", "has shard without an axis", "write axis: 0, or replicated: true")
-    # GT writes an axis beside `replicated: true` and means nothing by it
+    # GT writes an axis beside `replicated: true`, without effect
     axis = None if replicated else values.get("axis")
     return Shard(axis, values.get("workers") or None, values.get("mesh", ()), replicated)
 
 
 def _check_axes(signal: Signal, faults: Faults) -> None:
-    """No array is split twice over one mesh axis."""
+    """Note a fault for each array split twice over a mesh axis."""
     for first, second, array in _ARRAYS:
         both = set(signal.axes(first)) & set(signal.axes(second))
         for mesh_axis in sorted(both):
@@ -335,7 +336,7 @@ def _line(place: Location) -> tuple[int, int]:
 
 
 def _check_output(signal: Signal, broken: set[str], faults: Faults) -> None:
-    """What a layer hands on is something that its strategy makes. Keys in `broken` have a fault already told."""
+    """Note a fault if the strategy does not produce `output`. Keys in `broken` have a fault already."""
     key, what = ("column", "gathered") if signal.output == "gather" else ("reduction", "summed")
     if signal.output == "keep" and signal.reduction:
         fault = f"with reduction ({signal.at('reduction')}), but partial sums can't be handed on"

@@ -1,4 +1,4 @@
-"""The one table of keys: what may be written, what each key says, and the JSON Schema that tells editors so."""
+"""The single table of keys, with their kinds, descriptions and JSON Schema for editors."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "permute", "all_to_
 
 
 def _component(what: str, example: str, further: dict[str, Key] | None = None, instead: Keys | None = None) -> Key:
-    """Something named by its import path, with arguments."""
+    """Return the key of an object named by its import path, with arguments."""
     path = dataclasses.replace(IMPORT_PATH, example=example)
     keys = {"path": Key(path, "Its import path, module:name.")} | (further or {})
     return Key(Keys(keys, bare=path, stands_for="path", open=True, required="path", instead=instead), what)
 
 
 def _schedule() -> Single:
-    """A schedule by its name, or the file of one."""
+    """Return a kind for the name of a schedule, or its file."""
 
     def parse(value: object) -> str | None:
         return value if isinstance(value, str) and (value in KINDS or "." in value or "/" in value) else None
@@ -276,7 +276,7 @@ _HOW = (
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a configuration, from the same table that checks it."""
+    """Return the JSON Schema (draft 2020-12) of a configuration, from the table used to check it."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$comment": _HOW,

@@ -1,8 +1,6 @@
-"""`with jshard.signal("layer1"):` the scope that names a place in the program, in and out of jit, per thread.
-
-The scope lives in a context that is part of JAX's trace cache key, by what the signal *says* and not by its name: another
-placement is another trace, and equal layers under different names share one.
-"""
+"""The scope of a signal, `with jshard.signal("layer1"):`, in and out of jit, per thread. The scope
+is part of JAX's trace cache key, by the content of the signal and not by its name. Another layout
+is another trace, and equal layers under different names share a trace."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from jshard.signals.signal import Signal
 
 
 class Scope:
-    """The nesting of names at one point of a program. Equal when nothing below could tell the two apart."""
+    """The nested names at a point of a program. Scopes are equal if no lookup below differs."""
 
     __slots__ = ("backward", "digest", "entry", "path")
 
@@ -48,20 +46,20 @@ class Scope:
 
 
 _context = jax.make_user_context(Scope(()))
-Lines = dict[tuple[str, ...], set[str]]  # of each `with`, by the names that are nested there
+Lines = dict[tuple[str, ...], set[str]]  # the lines of `with`, by nested names
 _entered: contextvars.ContextVar[Lines | None] = contextvars.ContextVar("entered", default=None)
-unplaced = jax.make_user_context(False)  # a program is traced as for one device: signals name places and place nothing
+unplaced = jax.make_user_context(False)  # True in a trace for one device: signals place nothing
 
 
 class Entry(contextlib.ContextDecorator):
-    """One `with jshard.signal(name)`; as a decorator it covers every call of the function."""
+    """A `with jshard.signal(name)` block; as a decorator it covers every call of the function."""
 
     def __init__(self, *names: str, backward: str | None = None):
         self.names = names
         self.backward = backward
         self._exits: contextlib.ExitStack | None = None
-        self.waits = False  # to be entered, by the user who asked for it
-        self.is_read = False  # by a layer, a placement or a partitioned call below
+        self.waits = False  # not yet entered by the user
+        self.is_read = False  # by a layer, placement or partitioned call inside
 
     def __call__(self, function: object) -> Any:
         """Enter the signal in each call of `function`."""
@@ -118,7 +116,7 @@ class Entry(contextlib.ContextDecorator):
 
 
 def _watch(path: tuple[str, ...]) -> Watch | None:
-    """Watch the plain layers under these signals, where nothing of jshard runs them."""
+    """Watch plain layers under these signals, unless jshard itself runs the program."""
     present = configuration()
     if present is None or present.mesh is None or _entered.get() is not None or unplaced.value:
         return None
@@ -128,7 +126,7 @@ def _watch(path: tuple[str, ...]) -> Watch | None:
 
 @contextlib.contextmanager
 def entering() -> Iterator[Lines]:
-    """Note the line of each `with` that is entered inside."""
+    """Record the line of each `with` entered inside."""
     lines: Lines = {}
     before = _entered.set(lines)
     try:
@@ -138,7 +136,7 @@ def entering() -> Iterator[Lines]:
 
 
 def _here() -> Scope:
-    """Return the scope of this point, for a reader that does what its signal says."""
+    """Return the scope of this point, and mark it as read."""
     here = _context.value
     if here.entry is not None:
         here.entry.is_read = True
@@ -146,19 +144,19 @@ def _here() -> Scope:
 
 
 def failed_under(error: Exception) -> tuple[str, ...]:
-    """The names of the scopes that an exception left, outermost first."""
+    """Return the names of the scopes left by an exception, outermost first."""
     return getattr(error, "__jshard_path__", ())
 
 
 def _words(name: object) -> list[str]:
-    """The nested names of "decoder/attn"."""
+    """Return the nested names of "decoder/attn"."""
     if not isinstance(name, str) or not all(name.split("/")):
         raise JShardError(f"a signal is named by {name!r}", hint='give it a name, like jshard.signal("layer1")')
     return name.split("/")
 
 
 def active() -> Signal | None:
-    """The signal that holds here, resolved: outside every scope `jshard.default`, or None, as with no configuration."""
+    """Return the active signal, resolved. Outside every scope, return `jshard.default` or None."""
     present, path, backward = configuration(), active_path(), _context.value.backward
     if present is None or not path or unplaced.value:
         return None
@@ -167,26 +165,26 @@ def active() -> Signal | None:
 
 
 def active_path() -> tuple[str, ...]:
-    """The names this point is inside, outermost first; outside every scope that of `jshard.default`."""
+    """Return the names of the scopes here, outermost first; outside every scope, of `jshard.default`."""
     path, present = _here().path, configuration()
     return path if path or present is None or present.default is None else tuple(present.default.split("/"))
 
 
 def scopes() -> tuple[str, ...]:
-    """The names of the scopes around this point, outermost first."""
+    """Return the names of the scopes here, outermost first."""
     return _here().path
 
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
-    """Leave every signal: keys and numbers that are drawn inside hang on none, and are one program for all of them."""
+    """Leave every signal: keys and random numbers drawn inside are the same program under all signals."""
     with _context(Scope(())), no_fingerprint():
         yield
 
 
 def resolve(remembered: tuple[str, ...]) -> tuple[Signal | None, contextlib.AbstractContextManager[Any]]:
-    """The signal for a layer built under `remembered`: the active one, else the remembered one, else `jshard.default`; and
-    what enters it where it is not active."""
+    """Return the signal for a layer built under `remembered`, and a context to enter it if needed.
+    The active signal comes first, then the remembered names, then `jshard.default`."""
     present, path = configuration(), remembered or active_path()
     if present is None or _context.value.path or not path:
         return active(), contextlib.nullcontext()
@@ -196,8 +194,8 @@ def resolve(remembered: tuple[str, ...]) -> tuple[Signal | None, contextlib.Abst
 
 
 def tensor_layout(signal: Signal, rank: int, label: str = "") -> Layout:
-    """Where an array placed under `signal` lies: as its `shard` says, else axis 0 over `row` and the last over `column`.
-    `label` names it in an error."""
+    """Return the layout of an array under `signal`: by its `shard`, or axis 0 over `row` and the
+    last over `column`. `label` names the array in an error."""
     mesh, shard_axes = mesh_for(signal)
     axes: list[tuple[str, ...]] = [()] * rank
     if signal.shard is not None:
@@ -218,21 +216,22 @@ def tensor_layout(signal: Signal, rank: int, label: str = "") -> Layout:
 
 
 class SignalFunction:
-    """`jshard.signal`: a scope by itself, and GT's other spellings of it as attributes."""
+    """The class of `jshard.signal`: a scope by call, and GT's other spellings as methods."""
 
     def __call__(self, name: str) -> Entry:
-        """The scope `name`: everything built or called inside lies as the configuration says of it."""
+        """Return the scope `name`: everything built or called inside has the layout of this signal."""
         return self.context(name)
 
     def context(self, name: str, backward: str | None = None) -> Entry:
-        """The same scope, its cotangents lying as the signal `backward` says."""
+        """Return the scope `name`, with cotangents in the layout of the signal `backward`."""
         entry = Entry(*_words(name), backward=backward)
         entry.waits = True
         return entry
 
     def tensor(self, x: Any, name: str | None = None) -> jax.Array:
-        """`x` placed as signal `name` (or the active one) says: by its `shard`, else axis 0 over `row` and the last axis
-        over `column`. Unchanged when no configuration is loaded."""
+        """Return `x` in the layout of signal `name`, or of the active signal. The layout is its
+        `shard`, or axis 0 over `row` and the last axis over `column`. Without a configuration,
+        return `x` unchanged."""
         with contextlib.nullcontext() if name is None else Entry(*_words(name)):
             return _place(x)
 
@@ -241,7 +240,7 @@ class SignalFunction:
         Entry(*_words(name)).__enter__()
 
     def exit(self, name: str) -> None:
-        """Leave the innermost signal, which must be `name`."""
+        """Leave the innermost signal, named `name`."""
         top = _context.value.entry
         if top is None:
             raise JShardError(
@@ -256,12 +255,12 @@ class SignalFunction:
         top.__exit__(None, None, None)
 
     def current(self) -> str | None:
-        """The name of the active scope, with those around it: "decoder/attn"; None outside every scope."""
+        """Return the names of the active scopes, as in "decoder/attn"; None outside every scope."""
         return "/".join(_context.value.path) or None
 
 
 def signal_here(call: str) -> Signal:
-    """Return the active signal for `call`, which places an array as the signal says."""
+    """Return the active signal for `call`, which places an array; raise an error outside every scope."""
     signal, present = active(), configuration()
     assert present is not None
     if signal is None:
@@ -302,7 +301,7 @@ def _place(x: jax.Array) -> jax.Array:
             )
         with scope(key="backward"):
             cotangent = redistribute(cotangent, back, label=label)
-            if origin is not None:  # as the type of x says
+            if origin is not None:  # to the layout in the type of x
                 cotangent = redistribute(cotangent, Layout(back.mesh, *origin.axes), label=label)
         return (cotangent,)
 

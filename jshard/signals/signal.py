@@ -1,5 +1,5 @@
-"""What one signal says, whole and checked, and which signal a nesting of names means. Names and lines do not take part in
-equality: two signals that place alike are equal, so that a cache keyed by a signal is shared by all layers that lie alike."""
+"""A resolved and checked signal, and its lookup by nested names. Equality ignores names and lines:
+layers with equal layouts share caches keyed by their signals."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from jshard.errors import Location
 from jshard.signals.faults import Path
 
 NOWHERE = Location("no configuration")
-# The keys that name mesh axes. Of two that may name the same one, `row` and `sequence` are the ones that sums are over.
-# In the order in which they answer for a mesh axis: devices that hold other rows are what a sum is for.
+# The keys with mesh axes, in the order of blame for a collective. `row` and `sequence` come first:
+# where another key has the same mesh axis, sums run because devices have different rows.
 AXIS_KEYS = "row", "sequence", "ring", "column", "reduction", "store", "store.optimizer", "expert"
 
-# The word that splits each axis of the arrays of a product x[M,K] @ w[K,N] + b[N] -> y[M,N]. x and y may have more axes between
-# the two, one of which `sequence` splits.
+# The key that splits each axis of a product x[M,K] @ w[K,N] + b[N] -> y[M,N]. x and y may have
+# further axes in between; `sequence` splits one of them.
 PRODUCT = {"x": ("row", "reduction"), "w": ("reduction", "column"), "b": ("column",), "y": ("row", "column")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """GT's form: array axis `axis` split over device numbers `workers` (None: all), or over `mesh` axes."""
+    """A split in GT's form: array axis `axis` over devices `workers` (None: all), or over `mesh` axes."""
 
     axis: int | None = None
     workers: tuple[int, ...] | None = None
@@ -34,7 +34,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class DTypes:
-    """Names of dtypes, or None for what the layer's own arguments say."""
+    """Names of dtypes; None leaves the dtype to the layer's arguments."""
 
     param: str | None = None
     compute: str | None = None
@@ -43,7 +43,7 @@ class DTypes:
 
 @dataclasses.dataclass(frozen=True)
 class Signal:
-    """One resolved signal (`extends` applied). Mesh axes are always tuples, empty when the key is absent."""
+    """A resolved signal, with `extends` applied. Mesh axes are tuples, empty without the key."""
 
     name: str = dataclasses.field(compare=False)
     place: Location = dataclasses.field(default=NOWHERE, compare=False)
@@ -52,48 +52,48 @@ class Signal:
     column: tuple[str, ...] = ()
     reduction: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
-    ring: tuple[str, ...] = ()  # places of activations, while devices attend too
+    ring: tuple[str, ...] = ()  # sequence positions, inside attention too
     expert: tuple[str, ...] = ()  # stacked kernels
-    attention: str | None = None  # ring, ulysses: how devices that hold other places attend; None is ring
+    attention: str | None = None  # ring or ulysses, for attention under `ring`; None is ring
     store: tuple[str, ...] = ()  # parameters and optimizer state
-    store_keep: bool = False  # what was gathered of them, for the backward pass
-    store_prefetch: bool = False  # the layers of a loop are gathered one ahead
+    store_keep: bool = False  # keep gathered parameters for the backward pass
+    store_prefetch: bool = False  # gather a loop's parameters one layer ahead
     store_optimizer: tuple[str, ...] = ()  # optimizer state only
-    output: str | None = None  # keep, gather, sum, scatter; None: what the strategy hands on by itself
+    output: str | None = None  # keep, gather, sum, scatter; None: the strategy's default
     shard: Shard | None = None
     backward: str | None = None
     compile: bool = False
     dtype: DTypes = DTypes()
-    remat: str | tuple[str, ...] = ""  # full, products, or the names that are kept
+    remat: str | tuple[str, ...] = ""  # full, products, chunk, or the names to save
     kernel: tuple[tuple[str, str], ...] = ()  # op -> algorithm, jshard.kernel included
     expect: tuple[tuple[str, int], ...] = dataclasses.field(default=(), compare=False)
-    match: tuple[str, ...] = ()  # globs of the parameters that it claims
-    stage: str = ""  # layers of a stack on stages: equal, balance, "0..5: 0, 6..11: 1"; "1": all is on that one
-    allow: tuple[str, ...] = ()  # primitives without a rule that may gather
+    match: tuple[str, ...] = ()  # globs of the claimed parameters
+    stage: str = ""  # equal, balance, "0..5: 0, 6..11: 1", or a stage number
+    allow: tuple[str, ...] = ()  # primitives without a rule, allowed to gather
 
     def at(self, key: str) -> Location:
-        """Where `key` was written; the signal's own place when it was not."""
+        """Return the place of `key`, or of the signal if it has no such key."""
         return self.places.get(key, self.place)
 
     def axes(self, key: str) -> tuple[str, ...]:
-        """The mesh axes that one of AXIS_KEYS names."""
+        """Return the mesh axes of a key in AXIS_KEYS."""
         axes: tuple[str, ...] = getattr(self, key.replace(".", "_"))
         return axes
 
     @functools.cached_property
     def is_stage_alone(self) -> bool:
-        """Whether it says a stage and no layout, which it leaves to another signal."""
+        """True for a signal with a stage and without a layout, left to another signal."""
         return bool(self.stage) and self == Signal(self.name, stage=self.stage, match=self.match, kernel=self.kernel)
 
     def label(self, key: str) -> str:
-        """Name the signal in an error, with the line of one of its keys."""
+        """Return the signal's name for an error, with the line of a key."""
         return f'signal "{self.name}" ({self.at(key)})'
 
     def __str__(self) -> str:
         return f'signal "{self.name}" ({self.place})'
 
 
-# -- which signal a nesting of names means: the longest name that fits, exact names before globs --
+# -- lookup by nested names: the longest match wins, and exact names precede globs --
 
 
 def is_glob(name: str) -> bool:
@@ -101,12 +101,12 @@ def is_glob(name: str) -> bool:
 
 
 def _fits(path: Path, pattern: Path) -> bool:
-    """Whether a glob covers a path, component by component: `*` does not reach over a slash."""
+    """Match a path against a glob, component by component: `*` does not match a slash."""
     return len(path) == len(pattern) and all(map(fnmatch.fnmatchcase, path, pattern))
 
 
 class Matcher:
-    """The names of a configuration's signals, ready to be matched."""
+    """An index of signals by name, for matching scopes."""
 
     def __init__(self, signals: Iterable[Signal]):
         self.exact: dict[Path, Signal] = {}
@@ -119,7 +119,7 @@ class Matcher:
                 self.exact[parts] = signal
 
     def find(self, path: Path) -> tuple[Path, list[Signal]]:
-        """The longest end of `path` that fits, and the signals it means: one, none, or the globs that contend for it."""
+        """Return the longest matching suffix of `path`, and its signals: several if globs contend."""
         for start in range(len(path)):
             end = path[start:]
             if end in self.exact:
@@ -130,8 +130,9 @@ class Matcher:
         return (), []
 
     def below(self, path: Path) -> frozenset[Hashable]:
-        """What names inside `path` may still be matched by: the rest of each name whose first components are the last
-        of `path`, and the signal it means."""
+        """Return the rests of the names matched in part by `path`, each with its signal. The first
+        components of such a name match the last components of `path`, and its rest may match names
+        inside."""
         everything = [*self.exact.items(), *self.globs]
         rests = collections.Counter(  # counted: two globs that say the same still contend
             (taken, pattern[taken:], is_glob("/".join(pattern)), signal)

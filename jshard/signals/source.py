@@ -1,8 +1,6 @@
-"""YAML text as nodes that keep their line for ever.
-
-Read from PyYAML's events and not by its constructors: no tag is ever obeyed, keys that repeat are found, words mean
-what people expect (`1e-4` is a number, `no` is a word, `017` is 17), and what aliases expand to is bounded.
-"""
+"""YAML text parsed to nodes, each with its line. The parser reads PyYAML's events and calls none of
+its constructors. It refuses tags, finds repeated keys, and bounds the expansion of aliases. An
+unquoted word has its usual meaning: `1e-4` is a number, `no` is a word, `017` is 17."""
 
 from __future__ import annotations
 
@@ -18,13 +16,13 @@ MOST_BYTES = 1_000_000
 
 
 class _EventReader:
-    """Reads one text by recursion over PyYAML's events. A path has None for a list, and for a key that can't be one."""
+    """A recursive reader of a text's PyYAML events. In a path, None is a list item or an invalid key."""
 
     def __init__(self, source: str, faults: Faults, about: Path | str = ()):
         self.source = source
         self.faults = faults
-        self.about = about  # words for a text that has no lines
-        self.anchors: dict[str, Node | None] = {}  # None: what is named so is being read
+        self.about = about  # for a text without lines
+        self.anchors: dict[str, Node | None] = {}  # None: still being read
         self.count = 0
         self.loader: Any = None
 
@@ -51,7 +49,7 @@ class _EventReader:
         return root
 
     def node(self, path: tuple[str | None, ...]) -> Node:
-        """The value that stands at `path`."""
+        """Return the value at `path`."""
         event = self.loader.get_event()
         place = self.place(event.start_mark)
         if isinstance(event, yaml.AliasEvent):
@@ -138,7 +136,7 @@ class _EventReader:
 
 
 def read_text(data: bytes, source: str, faults: Faults) -> Node | None:
-    """The one mapping that a YAML file is; None, and its faults noted, when it isn't one."""
+    """Parse a YAML file to its mapping. Return None, after noting faults, if it is not a mapping."""
     if len(data) > MOST_BYTES:
         faults.add(source, Location(source), f"has more bytes than the {MOST_BYTES:,} of a configuration", "split it")
         return None
@@ -152,7 +150,7 @@ def read_text(data: bytes, source: str, faults: Faults) -> Node | None:
 
 
 def read_word(text: str, source: str, faults: Faults, about: str = "a word") -> Node | None:
-    """A value given outside a file, by the rules of a file. It has a source and no line; faults are `about` it."""
+    """Parse a value from outside a file by the same rules. Its place has no line; faults are `about` it."""
     root = _read(text, _EventReader(source, faults, about))
     return Node(None, Location(source)) if root is None and not faults else root
 
@@ -162,20 +160,20 @@ def _read(text: str, reader: _EventReader) -> Node | None:
         return reader.read(text)
     except Stop:
         return None
-    except JShardError:  # of too many faults
+    except JShardError:  # raised by too many faults
         raise
     except yaml.MarkedYAMLError as error:
         _not_yaml(error, reader)
     except yaml.reader.ReaderError as error:
         place = Location(reader.source, None if reader.about else text.count("\n", 0, error.position) + 1)
         reader.add(place, f"has the character U+{error.character:04X}, which YAML does not allow", "remove it")
-    except (ValueError, OverflowError):  # PyYAML's own, for numbers in escapes and directives that no one can mean
+    except (ValueError, OverflowError):  # from PyYAML, for impossible numbers
         place = reader.place(reader.loader.get_mark())
         reader.add(place, "has an escape or a % line with an impossible number", "remove it")
     return None
 
 
-# What the scanner and parser say, by a piece of it, in our words.
+# A piece of PyYAML's message -> our fault and hint.
 _STAR = ('starts a word with "*" or "&", which mean aliases in YAML', 'quote it, as in "*/mlp": {row: data}')
 _INSIDE = (
     'has a "%s" inside a word of a list, where it means something else in YAML',

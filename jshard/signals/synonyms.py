@@ -1,4 +1,4 @@
-"""The words of Megatron, MaxText, torchtitan, DeepSpeed, haliax and JAX for what a configuration says in words of its own."""
+"""Words of Megatron, MaxText, torchtitan, DeepSpeed, haliax and JAX, with their equivalents in jshard."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from jshard.errors import did_you_mean
 
-# What to write -> what people write for it. A row counts where its first word is one of those that may stand there.
+# jshard's words -> words of other frameworks. A row applies where its first word is allowed.
 WORDS = {
     "row": "dp ddp data batch data_parallel data_parallelism",
     "column": "colwise col colwiseparallel column_parallel columnparallellinear tp mp tensor tensor_parallel model_parallel",
@@ -69,7 +69,7 @@ MESH_AXES = {
 
 
 def meant(word: object, known: Iterable[str], words: Mapping[str, str] = WORDS) -> list[str]:
-    """Return what to write for a word of another framework: only what begins with a `known` word."""
+    """Return jshard's words for a word of another framework, if they begin with a `known` word."""
     name, heads = str(word).lower().replace("-", "_"), {*known}
     return [ours for ours, theirs in words.items() if name in theirs.split() and re.split(r"\W", ours)[0] in heads]
 
@@ -77,7 +77,7 @@ def meant(word: object, known: Iterable[str], words: Mapping[str, str] = WORDS) 
 def suggest(
     word: str, known: Iterable[str], otherwise: str, *, inside: str = "", words: Mapping[str, str] = WORDS
 ) -> str:
-    """Return a hint for a word that is not `known`: what another framework's word means, else the nearest one."""
+    """Return a hint for an unknown word: its translation to jshard's words, or the nearest known word."""
     known = list(known)
     ours = meant(word, known, words)
     if ours and (ours[1:] or ours[0] not in known):

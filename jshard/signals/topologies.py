@@ -1,5 +1,5 @@
-"""What `v5e:4x4` may name: which chips there are, how many and in what shapes. Imports no JAX, so that a configuration is
-checked at once; the chips are in `jshard.hardware.chips`."""
+"""Names of topologies such as `v5e:4x4`: chips, counts and shapes. Checking a configuration imports
+no JAX; `jshard.hardware.chips` has the chips."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jshard.signals.nodes import Node
 from jshard.signals.value_types import Reading
 
 SIZE = "[1-9][0-9]{0,5}"
-SHAPES = {name: chip for name, chip in CHIPS.items() if chip.examples}  # those that can be planned for
+SHAPES = {name: chip for name, chip in CHIPS.items() if chip.examples}  # chips with topologies to plan for
 
 
 def read_name(name: str) -> tuple[str, tuple[int, ...]]:
-    """The chip and the shape; an error with near names when it means nothing."""
+    """Return the chip and the shape of a topology; raise an error with near names for an unknown name."""
     if wrong := fault_of(name):
         raise JShardError(f'"{name}" is no topology: {wrong[0]}', hint=wrong[1])
     chip, _, shape = written(name).partition(":")
@@ -28,7 +28,7 @@ def read_name(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def fault_of(name: str) -> tuple[str, str] | None:
-    """What is wrong with a name, and how to fix it."""
+    """Return the fault of a topology's name and a hint, or None."""
     chip, _, size = written(name).partition(":")
     shapes = SHAPES.get(chip)
     if shapes is None:
@@ -49,7 +49,7 @@ def fault_of(name: str) -> tuple[str, str] | None:
 
 
 def devices_of(name: str) -> int:
-    """How many JAX devices it has."""
+    """Return the number of JAX devices of a topology."""
     chip, shape = read_name(name)
     return math.prod(shape) * SHAPES[chip].devices
 
@@ -57,8 +57,8 @@ def devices_of(name: str) -> int:
 def fitted(
     sizes: Mapping[str, int], mesh_place: Location, name: str, place: Location | None, slices: int = 1
 ) -> dict[str, int]:
-    """The sizes of a mesh that takes all devices of so many slices, each a topology, -1 worked out. `place` is where the
-    topology is written, None where it was asked for by `--topology`."""
+    """Return the mesh sizes with -1 resolved; raise an error if they don't use all devices of
+    `slices` topologies. `place` is the line of the topology, or None for `--topology`."""
     devices = slices * devices_of(name)
     fixed = abs(math.prod(sizes.values()))
     is_open = -1 in sizes.values()
@@ -74,7 +74,7 @@ def fitted(
 
 
 def hint_of(devices: int, name: str, words: str, whose: str = "its sizes", slices: int = 1) -> str:
-    """A topology of the same chip that so many devices fit, or a mesh that fits this one."""
+    """Return a hint: a topology of this chip with `devices` devices, or a mesh for this topology."""
     chip, _ = read_name(name)
     fits = [f"{chip}:{size}" for size in SHAPES[chip].examples if slices * devices_of(f"{chip}:{size}") == devices]
     change = f"make {whose} multiply to {slices * devices_of(name):,}"

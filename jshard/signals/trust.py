@@ -1,4 +1,4 @@
-"""Whose code a configuration may run: that of every module, or of jshard, flax, optax and the files in one folder."""
+"""Trust in the code named by a configuration: all modules, or jshard, flax, optax and a folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OURS = ("jshard.layers", "flax.linen", "flax.nnx", "optax")  # none of these wri
 
 
 class Untrusted(JShardError):
-    """A configuration names code that runs only where the user trusts it."""
+    """An error for code outside the user's trust."""
 
     def __init__(self, fault: str):
         super().__init__(fault, hint="add --trust to run it")
@@ -24,7 +24,7 @@ class Untrusted(JShardError):
 
 @dataclasses.dataclass(frozen=True)
 class Trust:
-    """The modules that a configuration may run: every one, or those of `OURS` and those in `folder`."""
+    """The modules for a configuration to run: all, or `OURS` and the modules in `folder`."""
 
     everything: bool = True
     folder: Path | None = None
@@ -37,7 +37,7 @@ class Trust:
         return cls(everything=False, folder=None if is_copy else file.parent)
 
     def check(self, label: str, name: str) -> None:
-        """Raise an error where the module `name` may not run; `label` opens the sentence. Nothing is imported."""
+        """Raise an error if the module `name` may not run. It is not imported; `label` begins the error."""
         if self.everything or is_ours(name):
             return
         for spec in specs_of(name):
@@ -55,12 +55,12 @@ EVERYTHING = Trust()
 
 
 def is_ours(name: str) -> bool:
-    """Whether a module is one that every configuration may run."""
+    """Return whether every configuration may run a module."""
     return name == "jshard" or f"{name}.".startswith(tuple(f"{each}." for each in OURS))
 
 
 def specs_of(name: str) -> Iterator[ModuleSpec]:
-    """Find the packages around a module and it, in this folder or where Python looks. None is imported."""
+    """Yield the specs of a module's parent packages and of itself, without importing any."""
     spec, parts = None, name.split(".")
     for end, part in enumerate(parts, 1):
         if spec is None:

@@ -1,4 +1,4 @@
-"""The kinds of values a key can take: how each is read, told when wrong, and described to an editor."""
+"""Kinds of values for keys: each reads, checks and describes its values."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from jshard.signals.synonyms import meant, suggest
 
 @dataclasses.dataclass
 class Reading:
-    """What values are read against, and where the faults and places go."""
+    """The known mesh axes for reading values, and the collected faults and places."""
 
     faults: Faults
     mesh_axes: Mapping[str, Location] | None = None  # None: no mesh is written
     mesh_place: Location | None = None
     devices: int | None = None  # None: not known from the file
-    mesh_is_broken: bool = False  # its own fault is told; say nothing of names that are not in it
+    mesh_is_broken: bool = False  # its fault is noted: accept every axis name
     places: dict[str, Location] = dataclasses.field(default_factory=dict)  # dotted key path -> where the key stands
     broken: set[str] = dataclasses.field(default_factory=set)  # dotted key paths with a fault of their own or inside
 
     def wrong(self, kind: Kind, node: Node, path: Path, hint: str = "") -> None:
-        """Note that a value is not of its kind."""
+        """Note a fault: the value is not of its kind."""
         hint = hint or f"write {dotted(path[-1:])}: {kind.example}"
         self.faults.add(path, node.place, f"{value_words(path, node.value)}, which is not {kind.wants}", hint)
 
 
 class Kind(Protocol):
-    """`read` gives the value, or None with a fault noted. `wants` and `example` end the sentence of that fault."""
+    """A kind of value. `read` returns the value, or None after noting a fault; `wants` and
+    `example` end the fault's sentence."""
 
     @property
     def wants(self) -> str: ...
@@ -46,7 +47,7 @@ class Kind(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One row of the table: the kind of its value, and what it says, for people."""
+    """A row of the key table: the kind of value, and a description for people."""
 
     kind: Kind
     says: str
@@ -57,7 +58,7 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Single:
-    """A single value: `parse` gives what it means, or None. One of a few `words` has a nearest."""
+    """A scalar value. `parse` returns its meaning or None; the nearest of `words` is suggested."""
 
     wants: str
     example: str
@@ -77,7 +78,7 @@ class Single:
 
 
 def text(wants: str, example: str, form: str = r"(?s).+") -> Single:
-    """Any text, or text of one form."""
+    """Return a kind for text, or for text in the given form."""
 
     def parse(value: object) -> str | None:
         return value if isinstance(value, str) and re.fullmatch(form, value) else None
@@ -86,12 +87,12 @@ def text(wants: str, example: str, form: str = r"(?s).+") -> Single:
 
 
 def _one_of(meanings: Mapping[str | bool, str | bool]) -> Callable[[object], str | bool | None]:
-    """Return how a word, true or false is read: as what it means."""
+    """Return a parser of words, true and false, given their meanings."""
     return lambda value: meanings.get(value) if isinstance(value, str | bool) else None
 
 
 def choice(words: tuple[str, ...]) -> Single:
-    """One word of a few."""
+    """Return a kind for a choice of words."""
     return Single(listed(words), words[0], _one_of(dict(zip(words, words, strict=True))), {"enum": list(words)}, words)
 
 
@@ -101,7 +102,8 @@ MOST_STAGES = 2**31
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A word, the number of a stage, or a mapping of ranges of layers to those; a word once read, as "0..5: 0, 6..11: 1"."""
+    """The stages of layers: a word, a stage number, or a mapping from layer ranges to stage
+    numbers. Read as text, as in "0..5: 0, 6..11: 1"."""
 
     words: tuple[str, ...] = ("equal", "balance")
     wants: str = "equal, balance, a number, or ranges of layers with the stage of each"
@@ -121,7 +123,7 @@ class Stages:
         return number if number is not None and 0 <= number < MOST_STAGES else None
 
     def _ranges(self, node: Node, path: Path, reading: Reading) -> str | None:
-        """Every layer once, in order, from 0 on."""
+        """Read layer ranges, in order from layer 0 and without gaps."""
         assert isinstance(node.value, dict)
         found, after = [], 0
         for words, inside in node.value.items():
@@ -152,21 +154,21 @@ def flag(example: str = "true") -> Single:
 
 
 def flag_or(words: tuple[str, ...]) -> Single:
-    """One word of a few; true is the first of them, and false none."""
+    """Return a kind for a choice of words; true means the first word, false means none."""
     meanings = {**dict(zip(words, words, strict=True)), True: words[0], False: ""}
     wants, form = f"{', '.join(words)}, true or false", {"enum": [*words, True, False]}
     return Single(wants, words[0], _one_of(meanings), form, (*words, "true", "false"))
 
 
 def whole_number(value: object) -> int | None:
-    """2 and 2e0, but not true and not "2"."""
+    """Return a whole number as an int, also for 2e0; None for true or "2"."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return int(value) if isinstance(value, int) or value.is_integer() else None
 
 
 def integer(example: str, least: int | None = 1) -> Single:
-    """A whole number, `least` or more."""
+    """Return a kind for a whole number of at least `least`."""
 
     def parse(value: object) -> int | None:
         number = whole_number(value)
@@ -178,7 +180,7 @@ def integer(example: str, least: int | None = 1) -> Single:
 
 
 def number(example: str) -> Single:
-    """A number above 0."""
+    """Return a kind for a number above 0."""
 
     def parse(value: object) -> float | None:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -188,7 +190,7 @@ def number(example: str) -> Single:
 
 
 def part_or(what: str, example: str) -> Single:
-    """A number between 0 and 1, or text."""
+    """Return a kind for a number between 0 and 1, or text."""
 
     def parse(value: object) -> float | str | None:
         if isinstance(value, str):
@@ -200,7 +202,7 @@ def part_or(what: str, example: str) -> Single:
 
 
 def size() -> Single:
-    """A number of bytes, or text such as "64MiB"."""
+    """Return a kind for a number of bytes, or text such as "64MiB"."""
 
     def parse(value: object) -> int | None:
         number = whole_number(value)
@@ -215,12 +217,12 @@ def size() -> Single:
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """A name or a list of names; always a tuple once read."""
+    """A name or a list of names, read as a tuple."""
 
     wants: str
     example: str
     noun: str = ""  # before a name in a fault
-    each: Single | None = None  # what a name has to be, if not any text
+    each: Single | None = None  # the kind of each name, if not any text
 
     def read(self, node: Node, path: Path, reading: Reading) -> tuple[str, ...]:
         found: list[str] = []
@@ -235,7 +237,7 @@ class Names:
         return tuple(found)
 
     def is_there(self, name: str, place: Location, path: Path, reading: Reading) -> bool:
-        """Whether the name means something, with a fault noted where it does not."""
+        """Return whether the name is known; note a fault if not."""
         return True
 
     def json(self) -> dict[str, Any]:
@@ -245,9 +247,9 @@ class Names:
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """A mapping of known keys. `bare` is what may stand in place of the mapping, and `stands_for` the key that it then
-    means; an `open` table takes further keys of any value, handed on as they are. `instead` is the table of a mapping that
-    has its required key and not this one's."""
+    """A mapping of known keys. `bare` is the kind of a short form in place of the mapping, for the
+    key `stands_for`. An `open` table passes on unknown keys with their values. `instead` is the
+    table for a mapping with the required key of `instead` and without this table's."""
 
     keys: Mapping[str, Key]
     bare: Kind | None = None
@@ -302,7 +304,7 @@ class Keys:
         return values
 
     def _keep(self, node: Node, place: Location, path: Path, reading: Reading) -> None:
-        """Note the places of everything inside a key that is not ours."""
+        """Note the places of all keys inside an unknown key of an open table."""
         reading.places[".".join(path)] = place
         if isinstance(node.value, dict):
             for name, inside in node.value.items():
@@ -310,7 +312,7 @@ class Keys:
 
     def _unknown(self, name: str, place: Location, path: Path, reading: Reading) -> None:
         near = next(iter(meant(name, self.known)), nearest(name, self.known))
-        if near is not None:  # taken as meant, so that its absence is not told as well
+        if near is not None:  # assumed to be meant, so that its absence is no second fault
             reading.broken.update([".".join(path), ".".join((*path, near.split(":")[0]))])
         inner = "" if path[0] == "jshard" else "".join(f"{word}." for word in path[1:])
         hint = suggest(name, self.known, f"write {listed(inner + each for each in self.known)}", inside=inner)
