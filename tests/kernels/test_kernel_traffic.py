@@ -108,7 +108,7 @@ def test_kernel_that_sends_and_declares_nothing_is_refused(mesh):
     place = str(error.value).split("(")[1].split(")")[0]
     assert place.startswith("test_kernel_traffic.py:")
     assert str(error.value) == (
-        f"kernel sender ({place}) sends to other devices and declares nothing, so its traffic can't be told; give its "
+        f"kernel sender ({place}) sends to other devices and declares no traffic; give its "
         "pallas_call metadata=jshard.kernels.declare(op, mesh_axis, payload, algorithm=, wire=)"
     )
 
@@ -126,7 +126,7 @@ def test_declaration_over_a_mesh_axis_that_is_not_there_is_refused(mesh):
         read(on(mesh(data=2, tensor=4), body))
     place = str(error.value).split("(")[1].split(")")[0]
     assert str(error.value) == (
-        f'kernel summer ({place}) declares traffic over mesh axis "model", which is not one of the shard_map around it; use '
+        f'kernel summer ({place}) declares traffic over mesh axis "model", but the shard_map around it has no such axis; use '
         "data or tensor"
     )
 

@@ -74,7 +74,7 @@ def test_a_run_that_splits_an_array_otherwise_than_its_step_is_no_run():
 
 LINES = """\
 blocks/mlp/up/kernel, float32[4,256,640], claimed by columns (configs/lm/english.yaml:27: column: tensor)
-  split over tensor (axis 2); told by its first use, dot_general
+  split over tensor (axis 2); first used by dot_general
 """
 
 
@@ -97,15 +97,15 @@ def test_how_the_equations_of_a_line_are_split_is_printed(capsys, monkeypatch):
     at = lambda line: f'signal "{line[0]}" (configs/adopt/transformer.yaml:{line[1]}) splits its parameter'
     columns, sums = at(("columns", 15)), at(("sums", 16))
     assert (
-        f"dot_general [data, -, -], [-, tensor] -> [data, -, tensor]: tensor as {columns}; data as operand 0 lies  x 2"
+        f"dot_general [data, -, -], [-, tensor] -> [data, -, tensor]: tensor as {columns}; data as operand 0 is split  x 2"
         in rows
     )
-    assert f"tensor as {sums}; data as operand 0 lies; summed over tensor  x 2" in rows
-    assert "reshape [tensor] -> [-, -, tensor]: made where it is needed, as that needs it" in rows
+    assert f"tensor as {sums}; data as operand 0 is split; summed over tensor  x 2" in rows
+    assert "reshape [tensor] -> [-, -, tensor]: created where it is used, split as that use needs" in rows
 
 
 @pytest.mark.parametrize(("word", "sentence"), [
-    ("adopted.py:25", 'axis_types: auto leaves the equations of "adopted.py:25" to XLA, and nothing says how they are split; '
+    ("adopted.py:25", 'axis_types: auto leaves the equations of "adopted.py:25" to XLA, so jshard does not know how they are split; '
      "write axis_types: explicit under jshard, or name a parameter"),
     ("u/kernel", '"u/kernel" is not a claimed parameter of this program; write one of '),
 ])  # fmt: skip

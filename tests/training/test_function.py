@@ -205,7 +205,7 @@ def test_function_has_a_baseline_of_its_own_and_holds_promises(capsys):
     assert status == 1
     assert err.splitlines() == [
         'signal "up" (the command line) expects 9 all_reduce, and 2 are asked for; write all_reduce: 2, or see jshard explain',
-        'signal "down" (mlp.yaml:4) asks for 1 all_gather more over tensor in forward than mlp.mine.loss.baseline, 192 B on '
+        'signal "down" (mlp.yaml:4) asks for 1 more all_gather over tensor in forward than mlp.mine.loss.baseline, 192 B on '
         f"the wire; accept it: {command} --update",
         'signal "down" (mlp.yaml:4) asks for 384 B more on the wire by all_reduce over data in backward than '
         f"mlp.mine.loss.baseline; accept it: {command} --update",

@@ -1,4 +1,4 @@
-"""The ledger of a program: every collective that it asks for, with its price and the YAML line that asked."""
+"""The ledger of a program: each collective, its price and the YAML line that asks for it."""
 
 from __future__ import annotations
 

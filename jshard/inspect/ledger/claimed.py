@@ -1,4 +1,4 @@
-"""What each claim of a model says of its parameters, beside what the partition did with them."""
+"""The claims of a model beside the layouts of its parameters."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from jshard.signals.active_config import configuration, mesh
 from jshard.signals.globs import below, repeats
 from jshard.signals.signal import Signal
 
-# of a signal, that split parameters or what belongs to them
+# the keys of a signal that split parameters, their optimizer state or their results
 WORDS = "column", "reduction", "sequence", "expert", "store", "store.optimizer"
 
 
 @dataclasses.dataclass(frozen=True)
 class Claimed:
-    """Parameters that are claimed and lie alike, as `blocks/*/up/kernel`. Each axis is said by the mesh axes that split it."""
+    """Claimed parameters of equal layout, as `blocks/*/up/kernel`. An axis is described by the mesh
+    axes that split it."""
 
     place: Location | None
     signal: str
@@ -38,12 +39,12 @@ class Claimed:
     in_use: tuple[str, ...]
     at_rest: tuple[str, ...]
     part: tuple[int, ...]  # the shape of one device's part at rest
-    told_by: str  # the operation that told which axis a word means: dot_general (model.py:12)
-    differs: str  # what of the words was not done
-    annotation: str = ""  # the mesh axes that the model itself names, which nobody heeds
+    told_by: str  # the first use, which tells the axis that a word means: dot_general (model.py:12)
+    differs: str  # the words that were not carried out, and why
+    annotation: str = ""  # the mesh axes in the model's own annotation; jshard ignores them
 
     def cells(self) -> tuple[str, ...]:
-        """The row of a table."""
+        """Return the row of a table."""
         times = f"{self.parameter} x {self.count}" if self.count >= 2 else self.parameter
         rest = "" if self.at_rest == self.in_use else f"at rest {_in_brackets(self.at_rest)}"
         part = f"{list(self.part)} each" if any(self.at_rest) else ""
@@ -59,8 +60,9 @@ def _in_brackets(axes: tuple[str, ...]) -> str:
 
 
 def claimed(arrays: Iterable[tuple[str, Sequence[str], Any, str]], found: Mapping[str, Placed]) -> tuple[Claimed, ...]:
-    """List the parameters among arrays that programs have placed as `found` says, in the order of the file. Each array stands
-    between the name of its argument and the words that lead to it there, and its annotation in the model."""
+    """List the parameters among arrays with an entry in `found`, in the order of the YAML file.
+    Each array comes as the name of its argument, the keys that lead to it there, the array, and its
+    annotation in the model."""
     present = configuration()
     if present is None:
         return ()
@@ -73,7 +75,7 @@ def claimed(arrays: Iterable[tuple[str, Sequence[str], Any, str]], found: Mappin
         ends = (slashed(words[start:]) for start in range(max(len(words), 1)))
         fits = next((by_end[end] for end in ends if end in by_end), [])
         own = [each for each in fits if getattr(each, "argument", "") == argument] or fits
-        path = own[0] if len(own) == 1 else None  # of two, a function inside has other names for its arguments
+        path = own[0] if len(own) == 1 else None  # two, if an inner function names its arguments otherwise
         if path is None or path in seen or found[path].use.shape != tuple(leaf.shape):
             continue
         seen.add(path)  # an optimizer's state has arrays of the same paths
@@ -104,7 +106,7 @@ def _entry(placed: Placed, signal: Signal, leaf: Shaped, annotation: str) -> Cla
 
 
 def declared(signal: Signal) -> str:
-    """The words of a signal that say where parameters lie."""
+    """Return the words of a signal about the layout of parameters."""
     if signal.shard is not None and signal.shard.axis is not None:
         return f"shard: axis {signal.shard.axis} over {' x '.join(signal.shard.mesh) or 'workers'}"
     said = {key: signal.axes(key) for key in WORDS}
@@ -116,7 +118,7 @@ def _words(axes: Axes) -> tuple[str, ...]:
 
 
 def _differences(placed: Placed, signal: Signal, leaf: Shaped) -> Iterator[str]:
-    """Yield what of the words of a signal was not done, and why."""
+    """Yield the words of a signal not carried out, and the reasons."""
     use, lies, eqn = placed.use, placed.lies, placed.told_by
     if eqn is None and signal.shard is None:
         yield "not used by this program"
@@ -131,18 +133,19 @@ def _differences(placed: Placed, signal: Signal, leaf: Shaped) -> Iterator[str]:
         yield f"{why}; {part:,} B on each device"
     now = _layout_now(leaf)
     if now is not None and now.axes != lies.at_rest.axes:
-        yield "not there yet: its next call moves it"
+        yield "not yet in place: its next call moves it"
 
 
 def _layout_now(leaf: object) -> Layout | None:
-    """Return the layout of an array that exists, whole where one device alone has it; None of a description."""
+    """Return the current layout of an array: whole on a single device, None for a description
+    without a layout."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
         return Layout.of(leaf)
     return Layout.of(leaf) or replicated(mesh(), leaf.ndim)
 
 
 def _why_whole(word: str, roles: Roles, operation: str) -> str:
-    """Return why a word splits no axis of a parameter whose first use is this operation."""
+    """Return the reason why a word splits no axis of a parameter, from the operation of its first use."""
     if word == "reduction" and operation == "add":
         return "replicated, as a bias of a reduction must be"
     if not any(roles):

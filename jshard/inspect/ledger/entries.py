@@ -1,4 +1,4 @@
-"""The entries of a ledger: what one collective, one choice, one signal comes to, and why it is there."""
+"""The entries of a ledger: a collective, a chosen strategy, an unused signal, each with its cause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jshard.schedules.steps import steps
 
 
 class Caused:
-    """What an entry says of its cause, as columns."""
+    """The columns of an entry for its cause."""
 
     cause: Cause
     mesh_axes: tuple[str, ...]
@@ -23,27 +23,28 @@ class Caused:
     count: int
 
     def once(self, **more: object) -> Hashable:
-        """The entry without its count, to compare by."""
+        """Return the entry without its count, as a key for comparison."""
         entry: Any = self
         return dataclasses.replace(entry, count=None, **more)
 
     def plus(self, other: Any) -> Self:
-        """The entry with the count of another that is alike."""
+        """Return the entry with the count of an equal entry added."""
         entry: Any = self
         return dataclasses.replace(entry, count=self.count + other.count)
 
     @property
     def axis(self) -> str:
+        """The mesh axes, in words."""
         return ", ".join(self.mesh_axes)
 
     @property
     def place(self) -> Location | None:
-        """The line of the configuration that asked."""
+        """The line of the configuration behind the entry."""
         return self.cause.place
 
     @property
     def signal(self) -> str:
-        """`decoder/attn`; "-" when it stands under none."""
+        """The path of the signal, `decoder/attn`, or "-" outside every signal."""
         return self.cause.signal
 
     @property
@@ -58,11 +59,11 @@ class Caused:
 
     @property
     def via(self) -> str:
-        """How it got here, in words: redistribute, remat, branch 1 of 2."""
+        """The mechanism, in words: redistribute, remat, branch 1 of 2."""
         return ", ".join((*self.cause.words, *self.branches))
 
     def document(self) -> dict[str, Any]:
-        """The columns, and the facts of the cause, as JSON has them."""
+        """Return the columns and the facts of the cause as JSON values."""
         fields = document_of(self)
         facts = fields.pop("cause")
         del facts["path"], facts["asked"]
@@ -71,7 +72,8 @@ class Caused:
 
 @dataclasses.dataclass(frozen=True)
 class Line(Caused):
-    """One collective, `count` times. `payload` and `wire` are bytes of once; `total` of all times, on each device."""
+    """A collective, run `count` times. `payload` and `wire` are the bytes of one run; `total` of
+    all runs on a device."""
 
     cause: Cause
     collective: str  # a name in COLLECTIVES
@@ -79,30 +81,30 @@ class Line(Caused):
     mesh_axes: tuple[str, ...]
     group: int
     count: int
-    count_known: bool  # False inside a while loop, whose trips no program text tells: then count is that of one trip
+    count_known: bool  # False inside a while loop: its trips are unknown, and `count` is of one trip
     payload: int
     dtype: str
     shape: tuple[int, ...]
-    branches: tuple[str, ...] = ()  # of the conds around: branch 1 of 2
-    typed: bool = False  # the types of an explicit mesh ask for it
-    kernel: str = ""  # the algorithm of a kernel that declares it
-    declared: int | None = None  # bytes on the wire that such a kernel says of itself, once
-    each: int | None = None  # the most that one device runs it, where `count` is of devices that differ: stages
-    compiler: str = ""  # whose partitioner added it, for what stands in `primitive`: XLA for CPU
+    branches: tuple[str, ...] = ()  # of the surrounding conds: branch 1 of 2
+    typed: bool = False  # whether the types of an explicit mesh ask for it
+    kernel: str = ""  # the algorithm, where a kernel declares the collective
+    declared: int | None = None  # bytes on the wire of one run, as the kernel declares them
+    each: int | None = None  # the most runs on one device, where devices differ: pipeline stages
+    compiler: str = ""  # the compiler whose partitioner added it for `primitive`: XLA for CPU
 
     @property
     def wire(self) -> int:
-        """Bytes on the wire per device, once."""
+        """Bytes on the wire per device and run."""
         return COLLECTIVES[self.collective].wire(self.payload, self.group) if self.declared is None else self.declared
 
     @property
     def total(self) -> int:
-        """Bytes on the wire per device, all times."""
+        """Bytes on the wire per device of all runs."""
         return self.runs * self.wire
 
     @property
     def runs(self) -> int:
-        """How often one device runs it."""
+        """The number of runs on a device."""
         return self.count if self.each is None else self.each
 
     def once(self, **more: object) -> Hashable:
@@ -114,12 +116,13 @@ class Line(Caused):
 
     @property
     def asked(self) -> bool:
-        """Whether a signal asked for it, as far as that is known."""
+        """True if a signal asks for it, as far as jshard knows."""
         return self.cause.asked
 
     @property
     def via(self) -> str:
-        """How it got here, in words: redistribute, remat, branch 1 of 2, sharding in types, no signal asked."""
+        """The mechanism, in words: redistribute, remat, branch 1 of 2, sharding in types, no signal
+        asked."""
         if self.compiler:
             caused = " at ".join(filter(None, (self.primitive, self.source)))
             return ", ".join(filter(None, (super().via, caused, f"added by {self.compiler}")))
@@ -133,7 +136,7 @@ class Line(Caused):
         return str(self.place or "-")
 
     def cells(self) -> tuple[str, ...]:
-        """The line as the words of a table."""
+        """Return the line as cells of a table."""
         times = "" if self.count_known else "? x "
         return (
             self.line,
@@ -153,9 +156,9 @@ class Line(Caused):
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """A table of stages that the program runs by, and how many layers each has, in words, where they are not equal. `kept` is
-    in bytes what a device keeps of a microbatch for the backward of a chunk, 0 where of that only the input; `left` what B
-    leaves W."""
+    """A pipeline schedule of the program. `layers` gives the layers of each stage in words, where
+    stages differ. `kept` is the bytes that a device keeps of a microbatch for the backward pass of
+    a chunk (0 where it keeps only the input); `left` the bytes that B leaves for W."""
 
     mesh_axis: str
     table: Table
@@ -165,16 +168,16 @@ class Staged:
 
     @property
     def keeps(self) -> str:
-        """What of microbatches a device has room for, in words; "" where each chunk is computed again."""
+        """The memory reserved on a device for microbatches, in words; "" where each chunk is recomputed."""
         plan = steps(self.table)
-        room = [(plan.kept, self.kept, "that F made"), (plan.left, self.left, "that B leaves W")]
+        room = [(plan.kept, self.kept, "from F"), (plan.left, self.left, "from B for W")]
         parts = [f"{count} x {size(each)} {what}" for count, each, what in room if each]
         total = size(sum(count * each for count, each, _ in room))
         return f"kept for backwards on each device: {', '.join(parts)}: {total}" if parts else ""
 
     @property
     def says(self) -> list[str]:
-        """The schedule with its idle share, the layers of its stages, and what it keeps."""
+        """The schedule with its idle share, the layers of its stages, and the memory for microbatches."""
         return [str(Cost(self.table)), *filter(None, (self.layers, self.keeps))]
 
     def document(self) -> dict[str, Any]:
@@ -183,8 +186,8 @@ class Staged:
 
 @dataclasses.dataclass(frozen=True)
 class Left(Caused):
-    """An operation that is left to the compiler: it can't be done without moving something over these mesh axes, nobody
-    asked for it, and how many bytes it takes no program text tells. Compile it, and it can be read: `jshard plan`."""
+    """An operation left to the compiler: it moves an unknown number of bytes over these mesh axes,
+    and no signal asks for it. `jshard plan` compiles the program and reads the bytes."""
 
     cause: Cause
     primitive: str  # rev, concatenate, slice
@@ -211,17 +214,17 @@ Counted = TypeVar("Counted", bound=Any)  # an entry, or another row that has `pl
 def joined(
     entries: Iterable[Counted], key: Callable[[Counted], Hashable] = lambda entry: entry.once()
 ) -> list[Counted]:
-    """Add up the counts of entries of one `key`; each stands where the first of them does."""
-    found: dict[Hashable, Counted] = {}
+    """Add up the counts of entries with equal `key`; each sum takes the position of the first entry."""
+    sums: dict[Hashable, Counted] = {}
     for entry in entries:
         same = key(entry)
-        found[same] = found[same].plus(entry) if same in found else entry
-    return list(found.values())
+        sums[same] = sums[same].plus(entry) if same in sums else entry
+    return list(sums.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class ChosenStrategy:
-    """A strategy that jshard took by itself where no signal names one, and what its forward puts on the wire."""
+    """A strategy chosen by jshard, as no signal names any, and the bytes of its forward pass on the wire."""
 
     place: Location | None
     signal: str
@@ -235,7 +238,7 @@ class ChosenStrategy:
 
 @dataclasses.dataclass(frozen=True)
 class Unused:
-    """A signal of the configuration that nothing in the program stands under."""
+    """A signal of the configuration with no part of the program under it."""
 
     place: Location | None
     signal: str
@@ -245,7 +248,7 @@ class Unused:
 
 
 def document_of(entry: Any) -> dict[str, Any]:
-    """The fields of a dataclass, and of those inside it, as JSON has them."""
+    """Return the fields of a dataclass, nested dataclasses included, as JSON values."""
     return {field.name: _plain(getattr(entry, field.name)) for field in dataclasses.fields(entry)}
 
 

@@ -1,8 +1,7 @@
-"""What the types of an explicit mesh ask for, outside shard_map. An array's type says how it lies, and so what a reduction or a
-reshard of it must move: the counts are those that the partitioner was measured to make of them. Of other operations that
-can't be done by each device on its own part, types say along which mesh axes the compiler has to move something, not how much.
-
-An operation that is not known to be local counts as one that moves."""
+"""The collectives implied by the types of an explicit mesh, outside shard_map. A type has its
+array's sharding, so it tells what a reduction or a reshard moves; counts are as measured of the
+partitioner. For other operations that a device can't do on its own shard, types tell the mesh axes
+of the traffic, but not the bytes. An operation not known to be local counts as moving data."""
 
 from __future__ import annotations
 
@@ -17,35 +16,35 @@ from jshard.layouts.layout import Layout, as_axes
 from jshard.layouts.primitives import KEPT
 from jshard.programs.jaxprs import CALLS, Eqn, bare
 
-PRICED = REDUCTIONS.keys() - {"reduce"}  # but those by a function of the user's
+PRICED = REDUCTIONS.keys() - {"reduce"}  # `reduce` takes a function of the user
 
 Moved = tuple[str, tuple[str, ...], tuple[int, ...], Any]  # collective, mesh axes, shape on one device, dtype
-# Others look into these, and into what a shard_map asks for.
+# The walk enters these; their own equations are priced there.
 HOLD_OTHERS = frozenset(CALLS) | frozenset("shard_map scan while cond".split())
-# Made of nothing, or of a key: every device has what it needs, however the types say it lies.
+# Made of nothing or of a key: every device computes its own shard.
 MADE = frozenset(
     "iota random_bits random_clone random_fold_in random_seed random_split random_unwrap random_wrap".split()
 )
-# Local by the table, but not known to be by the compiler, which gathers some of them.
+# Local by the table of axes, but the compiler gathers some of them.
 UNPROVEN = frozenset("cholesky eigh fft lu qr svd tile top_k triangular_solve tridiagonal_solve".split())
 ANYWHERE = (
     frozenset("mesh_cast one_device_cast one_device_sum pvary bitcast_convert_type broadcast_in_dim".split()) | MADE
 )
 
-Split = list[tuple[str, ...]]  # for each axis of an array, the mesh axes that it lies over
+Split = list[tuple[str, ...]]  # for each axis of an array, the mesh axes that split it
 
 
 # -- what types price --
 
 
 def typed_collectives(eqn: Any) -> Iterator[Moved]:
-    """The collectives of one equation on explicitly sharded arrays."""
+    """Yield the collectives of an equation on explicitly sharded arrays."""
     name = eqn.primitive.name
     if name in ("argmax", "argmin"):
         result = eqn.outvars[0].aval
         for axis in eqn.params["axes"]:
             if mesh_axes := split_of(eqn.invars[0].aval)[axis]:
-                candidates = (_group(result, mesh_axes), *_local_shape(result))  # everybody's best, and where it was
+                candidates = (_group(result, mesh_axes), *_local_shape(result))  # each device's best, and its index
                 for dtype in (eqn.invars[0].aval.dtype, result.dtype):
                     yield "all_gather", mesh_axes, candidates, dtype
     elif name in PRICED:
@@ -61,14 +60,15 @@ def typed_collectives(eqn: Any) -> Iterator[Moved]:
 
 
 def _all_reduces(split: list[tuple[str, ...]], result: Any) -> Iterator[Moved]:
-    """One for each array axis that is summed away, the last one first."""
+    """Yield an all-reduce for each summed array axis, the last axis first."""
     for mesh_axes in reversed(split):
         if mesh_axes:
             yield "all_reduce", mesh_axes, _local_shape(result, without=mesh_axes), result.dtype
 
 
 def _priced_reshard(source: Any, target: object) -> Iterator[Moved]:
-    """An all-to-all for each mesh axis that goes to another array axis, an all-gather for each that goes away."""
+    """Yield an all-to-all for each mesh axis moved to another array axis, an all-gather for each
+    dropped one."""
     have, wanted = split_of(source), split_of(target)
     shape = list(_local_shape(source))
     for axis, names in reversed(list(enumerate(have))):
@@ -81,7 +81,7 @@ def _priced_reshard(source: Any, target: object) -> Iterator[Moved]:
 
 
 def split_of(aval: object) -> Split:
-    """For each axis of an array, the explicit mesh axes that split it."""
+    """Return, for each axis of an array, the explicit mesh axes in its sharding."""
     sharding, rank = getattr(aval, "sharding", None), len(getattr(aval, "shape", ()))
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
         return [()] * rank
@@ -89,7 +89,7 @@ def split_of(aval: object) -> Split:
 
 
 def _local_shape(aval: Any, without: tuple[str, ...] = ()) -> tuple[int, ...]:
-    """The shape on one device, as if no axis were split over `without`."""
+    """Return the shape on a device, as if no axis were split over `without`."""
     kept = [[name for name in names if name not in without] for names in split_of(aval)]
     return tuple(size // _group(aval, names) for size, names in zip(aval.shape, kept, strict=True))
 
@@ -102,8 +102,8 @@ def _group(aval: Any, mesh_axes: Any) -> int:
 
 
 def decided_by_compiler(eqn: Eqn) -> tuple[str, ...]:
-    """The mesh axes along which the compiler has to move something for this equation; () when it need not, or when the
-    types tell how much."""
+    """Return the mesh axes of the compiler's own traffic for this equation; () if it moves nothing
+    or its types tell the bytes."""
     name = eqn.primitive.name
     if name in HOLD_OTHERS:
         return _wanted_elsewhere(eqn) if "out_shardings" in eqn.params else ()
@@ -122,8 +122,9 @@ def decided_by_compiler(eqn: Eqn) -> tuple[str, ...]:
 
 
 def _moved(eqn: Any, found: Factors, given: list[Split], made: list[Split]) -> list[str]:
-    """Read from the table: all operands split a factor that goes on alike, and results at least as they do; a product splits
-    what it sums alike; no other factor is split."""
+    """Return the mesh axes moved by an equation, by the table of axes. It moves nothing if all
+    operands split a kept factor alike, results split it at least so, a product splits its sums
+    alike, and no other factor is split."""
     sizes = next(v.aval.sharding.mesh.shape for v in (*eqn.invars, *eqn.outvars) if not v.aval.sharding.mesh.empty)
     moved: list[str] = []
     have = _by_factor(given, found.operands, found, sizes, moved)
@@ -146,7 +147,7 @@ def _moved(eqn: Any, found: Factors, given: list[Split], made: list[Split]) -> l
 def _by_factor(
     splits: list[Split], factored: Any, found: Factors, sizes: Any, moved: list[str]
 ) -> dict[int, list[tuple[str, ...]]]:
-    """The mesh axes of each factor, as each array has them; those that end within a factor are moved."""
+    """Return the mesh axes of each factor, as each array has them; axes ending within a factor are moved."""
     each: dict[int, list[tuple[str, ...]]] = {}
     for names, numbers in (axis for pair in zip(splits, factored, strict=True) for axis in zip(*pair, strict=True)):
         over = dict(spread(numbers, names, found.sizes, sizes))
@@ -161,12 +162,12 @@ def _split(aval: Any) -> Split:
 
 
 def _over_several(axes: Any, mesh: Any) -> Split:
-    """Mesh axes of one device split nothing."""
+    """Drop mesh axes of size 1: they split nothing."""
     return [tuple(name for name in names if mesh.shape[name] >= 2) for names in axes]
 
 
 def _wanted_elsewhere(eqn: Eqn) -> tuple[str, ...]:
-    """The mesh axes of results that a call promises in another sharding than its body leaves them in."""
+    """Return the mesh axes of results promised in a sharding other than their sharding in the body."""
     found: list[str] = []
     for wanted, variable in zip(eqn.params["out_shardings"], bare(eqn.params["jaxpr"]).outvars, strict=True):
         source = _split(variable.aval)
@@ -177,7 +178,8 @@ def _wanted_elsewhere(eqn: Eqn) -> tuple[str, ...]:
 
 
 def _reshard(given: list[Split], made: list[Split]) -> list[str]:
-    """Priced where a mesh axis goes away or goes elsewhere; not where two change places, or the order on one axis."""
+    """Return the mesh axes of a reshard without a price in types: axes that change places, or their
+    order on an array axis."""
     source, target = given[0], made[0]
     turned: list[str] = []
     for have, wanted in zip(source, target, strict=True):

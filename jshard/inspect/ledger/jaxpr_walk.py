@@ -1,4 +1,4 @@
-"""Every collective of a jaxpr and of the jaxprs inside it, with what the name stacks around it say."""
+"""A walk over the collectives of a jaxpr and its inner jaxprs, with their causes from name stacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jshard.programs.provenance import Cause, often, said, source_of
 from jshard.signals.keys import blamed
 
 KIND_OF = {primitive: collective for collective in COLLECTIVES.values() for primitive in collective.primitives}
-# They name mesh axes and move nothing: casts, questions, and the second halves of asynchronous collectives.
+# They name mesh axes and move nothing: casts, queries, and the second halves of asynchronous collectives.
 FREE = frozenset(
     "axis_index one_device_cast one_device_sum pvary preduced vary_unreduced_cast vary_unreduced_cast_p".split()
 )
@@ -28,47 +28,47 @@ FREE = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Around:
-    """What the jaxprs around an equation say of it: its cause, how often it runs, the mesh."""
+    """The context of an equation: its cause, its number of runs, the mesh."""
 
     cause: Cause = Cause()
     count: int = 1
-    before: int = 1  # how often the loop runs that it is in
-    each: int | None = None  # of what only some devices run: how often one of them does
+    before: int = 1  # runs of the loop around it
+    each: int | None = None  # runs on one device, where only some devices run it
     count_known: bool = True
     branches: tuple[str, ...] = ()
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of the mesh axes of the shard_maps around
-    checkpoint: bool = False  # whether a jax.checkpoint is the equation directly around
-    named: Any = None  # the outermost equation that stands in a signal: its line is the user's, inner ones are shared
+    checkpoint: bool = False  # whether a jax.checkpoint directly surrounds it
+    named: Any = None  # the outermost equation under a signal: its line is the user's, inner ones are shared
 
     def entering(self, eqn: Eqn) -> Around:
-        """Add what the equation's own name stack says."""
+        """Return the context with the equation's own name stack added."""
         cause = self.cause.inside(eqn.source_info.name_stack.stack, checkpoint=self.checkpoint)
         if cause is self.cause:
             return self
         return dataclasses.replace(self, cause=cause, named=eqn if cause.path and self.named is None else self.named)
 
     def within(self, **changes: object) -> Around:
-        """Inside the equation that was entered."""
+        """Return the context for the jaxprs inside the entered equation."""
         return dataclasses.replace(self, **{"checkpoint": False, **changes})
 
     def blamed(self, eqn: Eqn, mesh_axes: tuple[str, ...] = ()) -> Cause:
-        """The cause of `eqn`, with the lines of the program and of the configuration behind it."""
+        """Return the cause of `eqn`, with its lines of the program and of the configuration."""
         return dataclasses.replace(blamed(self.cause, mesh_axes), source=source_of(self.named or eqn))
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[Line | Left | ChosenStrategy | Staged]:
-    """The collectives of `jaxpr`, what else its compiler has to move, the strategies that it runs by and nobody named, and the
-    tables of stages that it runs by, in program order."""
+    """Yield collectives, operations left to the compiler, unnamed strategies and pipeline
+    schedules, in program order."""
     yield from _walk(jaxpr, Around())
 
 
 def scopes_in(jaxpr: Jaxpr) -> set[tuple[str, ...]]:
-    """Every nesting of signals that something of `jaxpr` stands in."""
+    """Return the nestings of signals around the equations of `jaxpr`."""
     found: set[tuple[str, ...]] = set()
     seen: set[tuple[int, tuple[str, ...]]] = set()
 
     def collect(jaxpr: Jaxpr, outer: Cause) -> None:
-        if (id(jaxpr), outer.path) in seen:  # equal layers share one
+        if (id(jaxpr), outer.path) in seen:  # equal layers share a jaxpr
             return
         seen.add((id(jaxpr), outer.path))
         for eqn in jaxpr.eqns:
@@ -82,7 +82,7 @@ def scopes_in(jaxpr: Jaxpr) -> set[tuple[str, ...]]:
 
 
 def has_transposed(jaxpr: Jaxpr) -> bool:
-    """Whether some of it came out of a transposition: whether it holds a backward pass."""
+    """Return True if `jaxpr` holds a backward pass: an equation under a transposition."""
     stacks = (eqn.source_info.name_stack.stack for eqn in equations(jaxpr))
     return any(type(part).__name__ == "Transform" and part.name == "transpose" for stack in stacks for part in stack)
 
@@ -137,7 +137,8 @@ def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | ChosenStrategy 
 
 
 def _by_a_table(eqn: Eqn, around: Around) -> Around | None:
-    """How often an equation of a loop over ticks runs for what its table has, where its scope says so."""
+    """Return the context of an equation with the runs in its scope: a loop over ticks runs it as
+    its table does."""
     stack = eqn.source_info.name_stack.stack
     if not (times := often(said(stack, "times"))):
         return None
@@ -147,7 +148,7 @@ def _by_a_table(eqn: Eqn, around: Around) -> Around | None:
 
 
 def mesh_axes_of(eqn: Eqn) -> tuple[str, ...]:
-    """The mesh axes that a collective names."""
+    """Return the mesh axes named by a collective."""
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return tuple(name for name in (names if isinstance(names, (tuple, list)) else (names,)) if isinstance(name, str))
 
@@ -161,12 +162,12 @@ def _collective(eqn: Any, around: Around) -> Iterator[Line]:
     group = len(groups[0]) if groups else math.prod(around.sizes[name] for name in mesh_axes)
     for operand, result in zip(eqn.invars, eqn.outvars, strict=False):  # pbroadcast_dynamic has a second operand
         aval = result.aval if kind.payload == "result" else operand.aval
-        aval = getattr(aval, "inner_aval", aval)  # of an asynchronous start
+        aval = getattr(aval, "inner_aval", aval)  # an asynchronous start wraps its type
         yield _line(kind.name, eqn, around, mesh_axes, group, aval.shape, aval.dtype)
 
 
 def _kernel(eqn: Any, around: Around) -> Iterator[Line]:
-    """Read what a Pallas kernel declares; one that sends to another device has to."""
+    """Yield the traffic declared by a Pallas kernel; raise for a kernel that sends and declares nothing."""
     name = eqn.params.get("name") or "without a name"
     traffic = declared(eqn.params)
     if traffic is not None and traffic["mesh_axes"]:
@@ -175,8 +176,8 @@ def _kernel(eqn: Any, around: Around) -> Iterator[Line]:
         for mesh_axis in traffic["mesh_axes"]:
             if mesh_axis not in around.sizes:
                 raise JShardError(
-                    f'kernel {name} ({source_of(eqn)}) declares traffic over mesh axis "{mesh_axis}", which is not one of the '
-                    f"shard_map around it",
+                    f'kernel {name} ({source_of(eqn)}) declares traffic over mesh axis "{mesh_axis}", but the shard_map '
+                    "around it has no such axis",
                     hint=f"use {' or '.join(around.sizes) or 'it inside jax.shard_map'}",
                 )
         group = math.prod(around.sizes[mesh_axis] for mesh_axis in traffic["mesh_axes"])
@@ -186,7 +187,7 @@ def _kernel(eqn: Any, around: Around) -> Iterator[Line]:
         yield dataclasses.replace(line, payload=traffic["payload"], declared=traffic["wire"])
     elif traffic is None and any(is_remote(each) for body in inner(eqn) for each in equations(body)):
         raise JShardError(
-            f"kernel {name} ({source_of(eqn)}) sends to other devices and declares nothing, so its traffic can't be told",
+            f"kernel {name} ({source_of(eqn)}) sends to other devices and declares no traffic",
             hint="give its pallas_call metadata=jshard.kernels.declare(op, mesh_axis, payload, algorithm=, wire=)",
         )
 
@@ -210,7 +211,7 @@ def _line(collective: str, eqn: Eqn, around: Around, mesh_axes, group, shape, dt
 
 
 def is_remote(eqn: Eqn) -> bool:
-    """Whether an equation of a kernel copies to another device: the last operand, None for a copy that stays here."""
+    """Return True if an equation of a kernel copies to another device: its last operand is not None."""
     return eqn.primitive.name == "dma_start" and jax.tree.unflatten(eqn.params["tree"], eqn.invars)[-1] is not None
 
 
@@ -218,6 +219,6 @@ def _refuse_unknown(eqn: Eqn, around: Around) -> None:
     mesh_axes = [name for name in mesh_axes_of(eqn) if name in around.sizes]
     if mesh_axes:
         raise JShardError(
-            f'the program calls {eqn.primitive.name} over mesh axis "{mesh_axes[0]}", which jshard has no price for',
+            f'the program calls {eqn.primitive.name} over mesh axis "{mesh_axes[0]}", and jshard has no price for it',
             hint=f"use one of {', '.join(f'jshard.collectives.{name}' for name in COLLECTIVES)}",
         )

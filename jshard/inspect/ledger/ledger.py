@@ -1,4 +1,4 @@
-"""What a program asks of the wire: every collective of its jaxpr, with the place in the YAML that asked for it."""
+"""The ledger: the collectives of a jaxpr, each with its YAML line, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ from jshard.programs.jaxprs import Jaxpr, bare
 
 SCHEMA = "jshard.explain/1"
 
-NUMBERS = (5, 7)  # the columns of `cells` that stand to the right
+NUMBERS = (5, 7)  # the right-aligned columns of `cells`
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ledger(Shown):
-    """All collectives of a program, in its order. It prints as a table; sums are bytes on the wire per device."""
+    """All collectives of a program, in program order. It prints as a table; its sums are bytes on
+    the wire per device."""
 
     lines: tuple[Line, ...]
     choices: tuple[ChosenStrategy, ...] = ()
     unused: tuple[Unused, ...] = ()
-    left: tuple[Left, ...] = ()  # what the compiler moves and nobody asked for; not in the sums
-    memory: tuple[Resident, ...] = ()  # what a training step holds between steps; empty where there is no optimizer
+    left: tuple[Left, ...] = ()  # operations that the compiler moves data for unasked; not in the sums
+    memory: tuple[Resident, ...] = ()  # bytes held between training steps; empty without an optimizer
     placed: Mapping[str, Placed] = dataclasses.field(default_factory=dict, repr=False, compare=False)  # by path
-    programs: tuple[Program, ...] = dataclasses.field(default=(), repr=False, compare=False)  # that were planned
-    claims: tuple[Claimed, ...] = ()  # what the claims of a model say, and how its parameters lie
-    unsplit: tuple[Unsplit, ...] = ()  # parameters that lie whole under a signal that would split them
-    is_auto: bool = False  # whether arrays lie on Auto axes, where the compiler adds collectives of its own
-    compiler: str = ""  # the one that was asked which: XLA for CPU; their lines are among `lines`
-    stages: tuple[Staged, ...] = ()  # the schedules of the pipelines that it runs
+    programs: tuple[Program, ...] = dataclasses.field(default=(), repr=False, compare=False)  # the planned ones
+    claims: tuple[Claimed, ...] = ()  # the claims of a model, and the layouts of its parameters
+    unsplit: tuple[Unsplit, ...] = ()  # whole parameters under a signal that would split them
+    is_auto: bool = False  # whether arrays are on Auto axes, where the compiler adds its own collectives
+    compiler: str = ""  # the compiler whose added collectives are in `lines`: XLA for CPU
+    stages: tuple[Staged, ...] = ()  # the schedules of its pipelines
 
     def why(self, word: str) -> str:
-        """Say why a parameter (`blocks/*/up/kernel`) lies as it does, or how the equations of a line (`model.py:31`) run."""
+        """Return why a parameter (`blocks/*/up/kernel`) has its layout, or how the equations of a
+        line (`model.py:31`) run."""
         return why(self.claims, self.programs, word)
 
     @property
@@ -54,7 +56,7 @@ class Ledger(Shown):
 
     @property
     def count(self) -> int:
-        """How many collectives run."""
+        """The number of collectives, all runs counted."""
         return sum(line.count for line in self.lines)
 
     @property
@@ -63,11 +65,12 @@ class Ledger(Shown):
         return sum(rest.total for rest in self.memory)
 
     def by(self, key: str) -> dict[str, int]:
-        """Bytes on the wire by `signal`, `phase`, `collective`, `axis`, `line` or any other column."""
+        """Return bytes on the wire by `signal`, `phase`, `collective`, `axis`, `line` or any other
+        column."""
         return self._sums(key, "total")
 
     def counts(self, key: str = "collective") -> dict[str, int]:
-        """How many collectives, by the same keys."""
+        """Return the number of collectives, by the keys of `by`."""
         return self._sums(key, "count")
 
     def _sums(self, key: str, number: str) -> dict[str, int]:
@@ -79,7 +82,8 @@ class Ledger(Shown):
         return sums
 
     def only(self, **columns: object) -> Ledger:
-        """The lines whose columns are as given: `ledger.only(signal="layer1", phase="backward")`."""
+        """Return the lines with these values in their columns: `ledger.only(signal="layer1",
+        phase="backward")`."""
 
         def alike(entry: Line | Left) -> bool:
             return all(getattr(entry, name, None) == value for name, value in columns.items())
@@ -111,7 +115,8 @@ class Ledger(Shown):
         yield self.summary()
 
     def text_by(self, key: str) -> str:
-        """One row for each `signal`, mesh `axis` or YAML `line`: collectives, wire and, by signal or line, memory."""
+        """Return a row for each `signal`, mesh `axis` or YAML `line`: collectives, wire and, by
+        signal or line, memory."""
         wire, counts, memory = self.by(key), self.counts(key), dict[str, int]()
         for rest in self.memory if key in ("signal", "line") else ():
             word = {"signal": rest.signal, "line": str(rest.place or "-")}[key]
@@ -128,13 +133,13 @@ class Ledger(Shown):
         return as_text([Rows(rows, (1, 2, 3)), *([self.memory_summary()] if memory else []), self.summary()])
 
     def summary(self) -> str:
-        """The last line of the table."""
+        """Return the last line of the table."""
         uncounted = f"; not counted: {len(self.left)} that the compiler decides" if self.left else ""
         if self.compiler:
             added = [line for line in self.lines if line.compiler]
             size = exact_size(sum(line.total for line in added))
             many = f"{sum(line.count for line in added):,} of them, {size}," if added else "none"
-            uncounted += f"; {many} added by {self.compiler}; what another chip's adds: jshard plan"
+            uncounted += f"; {many} added by {self.compiler}; for another chip see jshard plan"
         elif self.is_auto:
             uncounted += "; on axis_types: auto the compiler adds collectives of its own: see jshard explain"
         if not self.lines:
@@ -153,8 +158,9 @@ class Ledger(Shown):
         return f"memory: {exact_size(self.held)} at rest per device ({parts})"
 
     def to_json(self) -> str:
-        """One document, `"schema": "jshard.explain/1"`: `lines`, `left`, `choices`, `unused`, `claims`,
-        `unsplit`, `is_auto`, `compiler`, `stages`, `memory` and `total`."""
+        """Return a JSON document of `"schema": "jshard.explain/1"`, with `lines`, `left`,
+        `choices`, `unused`, `claims`, `unsplit`, `is_auto`, `compiler`, `stages`, `memory` and
+        `total`."""
         totals = {key: self.by(key) for key in ("phase", "signal", "axis", "line")}
         document = {
             "schema": SCHEMA,
@@ -181,11 +187,11 @@ def _memory_cells(rest: Resident) -> tuple[str, ...]:
 
 
 def read(jaxpr: Jaxpr) -> Ledger:
-    """The ledger of a (closed) jaxpr. What no result depends on is left out, as the compiler leaves it out."""
+    """Return the ledger of a (closed) jaxpr. It leaves out dead equations, as the compiler does."""
     full = bare(jaxpr)
     live, _ = partial_eval.dce_jaxpr(full, [True] * len(full.outvars))
     found = list(walk(live))
-    # equal neighbours are one line; what is left to the compiler is one for each line of the program, wherever it stands
+    # Equal neighbours are one line. An operation left to the compiler is one entry per source line.
     runs = itertools.groupby((each for each in found if isinstance(each, Line)), Line.once)
     left = joined((each for each in found if isinstance(each, Left)), lambda each: (each.once(), each.source))
     return Ledger(

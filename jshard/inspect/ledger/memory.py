@@ -1,4 +1,4 @@
-"""What a training step holds between steps, on each device: parameters, gradients, optimizer state, by signal."""
+"""The bytes on a device between training steps: parameters, gradients, optimizer state, by signal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "opt
 
 @dataclasses.dataclass(frozen=True)
 class Resident:
-    """Bytes on each device that lie under one signal; "-" for what no signal places."""
+    """Bytes on each device under a signal, or "-" outside every signal."""
 
     place: Location | None
     signal: str
@@ -37,7 +37,7 @@ class Resident:
 
 
 class Held(NamedTuple):
-    """An array that a model or an optimizer holds between steps."""
+    """An array of a model or an optimizer, held between steps."""
 
     kind: str  # a key of KINDS
     path: Path
@@ -46,10 +46,11 @@ class Held(NamedTuple):
 
 
 def held(models: Iterable[tuple[Path, Any]], optimizers: Sequence[nnx.Optimizer]) -> Iterator[Held]:
-    """List the arrays of models, each with what its paths begin with, and of optimizers. Gradients are those that the
-    optimizers take, as large as their parameters; without an optimizer there are none. Arrays may be shapes alone."""
+    """Yield the arrays of models, each with a path to prefix, and of optimizers. Arrays may be
+    shapes alone. Gradients are as large as the parameters that an optimizer updates; without an
+    optimizer there are none."""
     trains = [nnx.filterlib.to_predicate(optimizer.wrt) for optimizer in optimizers]
-    parameters: dict[Path, tuple[str, ...]] = {}  # the signals they are under, by the path in their model
+    parameters: dict[Path, tuple[str, ...]] = {}  # their signals, by the path in their model
     for before, model in models:
         placed = model_arrays(model)
         for path, variable in nnx.to_flat_state(nnx.state(model)):
@@ -67,7 +68,7 @@ def held(models: Iterable[tuple[Path, Any]], optimizers: Sequence[nnx.Optimizer]
 
 
 def at_rest(nodes: Iterable[Any]) -> tuple[Resident, ...]:
-    """Add up what the models and optimizers among `nodes` hold, by signal."""
+    """Return the bytes held by the models and optimizers among `nodes`, by signal."""
     nodes = list(nodes)
     models = [((), node) for node in nodes if isinstance(node, nnx.Module)]
     sums: dict[tuple[str, ...], dict[str, int]] = {}
@@ -84,13 +85,13 @@ def _in_the_file(rest: Resident) -> tuple[Any, ...]:
 
 
 def on_a_device(array: Shaped) -> int:
-    """Bytes of an array's part on one device."""
+    """Return the bytes of an array's shard."""
     shape, sharding = tuple(array.shape), getattr(array, "sharding", None)
     part = sharding.shard_shape(shape) if isinstance(sharding, NamedSharding) else shape
     return math.prod(part) * array.dtype.itemsize
 
 
 def place_of(signal_path: tuple[str, ...]) -> Location | None:
-    """The line of the configuration where the signal of a scope is written."""
+    """Return the line of the configuration with the signal of a scope."""
     present = configuration()
     return None if present is None or not signal_path else present.lookup(signal_path).place

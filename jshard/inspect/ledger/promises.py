@@ -1,5 +1,7 @@
-"""What a ledger is held to: `expect: {all_reduce: 1, bytes: 64MiB}` of a signal's collectives, `jshard.budget: 16GiB` of what a
-device holds, and the baseline, a small text file of what a training step asked for when somebody last accepted it."""
+"""Promises about a ledger: `expect` of a signal's collectives, `jshard.budget` of a device's
+memory, and the baseline. `expect: {all_reduce: 1, bytes: 64MiB}` and `budget: 16GiB` are keys of
+YAML. The baseline is a small text file with the collectives and memory of a training step, as last
+accepted."""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ Key = tuple[str, str, str, str]  # signal, phase, collective, mesh axes
 
 
 def check_promises(ledger: Ledger, configuration: Configuration) -> int:
-    """How many promises the ledger keeps; one error for all that it breaks. A promise is about all of the ledger,
-    forward and backward, at each place that the signal is looked up for: at every block for `block*`."""
+    """Return the number of kept promises; raise a single error for all broken ones. A promise
+    covers the forward and backward pass, at each place that looks the signal up: at every block for
+    `block*`."""
     broken: list[JShardError] = []
     kept = 0
     for signal in configuration.signals.values():
@@ -42,7 +45,7 @@ def check_promises(ledger: Ledger, configuration: Configuration) -> int:
 
 
 def _places(signal: Signal, ledger: Ledger, configuration: Configuration) -> dict[str, list[Line]]:
-    """The lines of the ledger that a signal asked for, by the place in the program; none where the compiler decides."""
+    """Return the ledger lines of a signal, by place in the program; none where the compiler decides."""
     found: dict[str, list[Line]] = {}
     for line in (*ledger.lines, *ledger.left):
         if line.signal == "-":
@@ -60,11 +63,12 @@ def _found(what: str, lines: list[Line]) -> int:
 
 
 def _unknown(signal: Signal, name: str, left: list[Left]) -> JShardError:
-    """Make the error of a promise about collectives that only the compiler decides."""
+    """Return the error for a promise about collectives left to the compiler."""
     first = left[0]
     more = f" and {len(left) - 1} more" if len(left) >= 2 else ""
     return JShardError(
-        f'signal "{name}" ({signal.at("expect")}) expects, and only the compiler decides what {first.words}{more} moves',
+        f'signal "{name}" ({signal.at("expect")}) expects a count, but only the compiler decides '
+        f"what {first.words}{more} moves",
         hint="do it inside jax.shard_map, or place its array by jshard.place first",
     )
 
@@ -80,7 +84,7 @@ def _broken(signal: Signal, name: str, what: str, promised: int, found: int) -> 
 
 
 def over_budget(ledger: Ledger, configuration: Configuration) -> str | None:
-    """The sentence when more is at rest on a device than `jshard.budget` allows."""
+    """Return the error sentence if more bytes are at rest on a device than `jshard.budget` allows."""
     budget = configuration.budget
     if budget is None or ledger.held <= budget:
         return None
@@ -97,8 +101,8 @@ def over_budget(ledger: Ledger, configuration: Configuration) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """Collectives as (times, bytes on the wire of all times) and bytes at rest, per device, by names: no line numbers, so
-    that moving a line changes nothing."""
+    """Collectives as (runs, bytes on the wire of all runs) and bytes at rest, per device. Keys are
+    names without line numbers, so that moving a line changes nothing."""
 
     mesh: str
     collectives: dict[Key, tuple[int, int]]
@@ -106,16 +110,16 @@ class Baseline:
 
     @classmethod
     def of(cls, ledger: Ledger, mesh: str) -> Baseline:
+        """Return the baseline of a ledger."""
         collectives: dict[Key, tuple[int, int]] = {}
         for entry in (*ledger.lines, *ledger.left):
             times, wire = collectives.get(_key(entry), (0, 0))
-            # what the compiler moves is not known, that it moves is
-            more = entry.total if isinstance(entry, Line) else 0
+            more = entry.total if isinstance(entry, Line) else 0  # the compiler's bytes are unknown
             collectives[_key(entry)] = times + entry.count, wire + more
         return cls(mesh, collectives, {rest.signal: rest.total for rest in ledger.memory})
 
     def text(self, command: str) -> str:
-        """Write it as the text that is committed. `command` checks it; with --update behind it, it writes it anew."""
+        """Return the text of the file to commit. `command` checks it, and `command --update` rewrites it."""
         rows = [
             (signal, phase, collective, f"over {axes}", f"x {times:,}", f"{wire:,} B")
             for (signal, phase, collective, axes), (times, wire) in sorted(self.collectives.items())
@@ -135,7 +139,7 @@ class Baseline:
 
     @classmethod
     def read(cls, text: str, name: str, command: str) -> Baseline:
-        """Read what `text` wrote; `name` is the file's."""
+        """Read the text of a baseline from the file `name`."""
         hint = f"type: {command} --update"
         mesh, collectives, memory = "", dict[Key, tuple[int, int]](), dict[str, int]()
         lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip() and not line.startswith("#")]
@@ -149,7 +153,7 @@ class Baseline:
             elif found := re.fullmatch(r"(\S+) +at rest +([\d,]+) B", line):
                 memory[found[1]] = _number(found[2])
             else:
-                raise JShardError(f'{name}:{number} is "{line.strip()}", which is no line of a baseline', hint=hint)
+                raise JShardError(f'{name}:{number} is "{line.strip()}", not a line of a baseline', hint=hint)
         return cls(mesh, collectives, memory)
 
 
@@ -158,31 +162,31 @@ def _number(text: str) -> int:
 
 
 def added(was: Baseline, ledger: Ledger, mesh: str, *, name: str, command: str) -> Iterator[str]:
-    """One sentence for everything that `ledger` asks for or holds beyond the baseline, with the line to blame."""
+    """Yield a sentence for each collective or memory beyond the baseline, with the line to blame."""
     hint = f"accept it: {command} --update"
     now = Baseline.of(ledger, mesh)
     if now.mesh != was.mesh:
-        yield f"{name} is of mesh {was.mesh}, and this is mesh {now.mesh}; {hint}"
+        yield f"{name} was written for mesh {was.mesh}, but the mesh is now {now.mesh}; {hint}"
         return
     for key, (times, wire) in now.collectives.items():
         signal, phase, collective, axes = key
         before, wire_before = was.collectives.get(key, (0, 0))
         line = next(entry for entry in (*ledger.lines, *ledger.left) if _key(entry) == key)
-        who = _who(signal, line.place, line.source)
+        who, where = _who(signal, line.place, line.source), f"over {axes} in {phase}"
         if isinstance(line, Left) and times > before:
-            more = f"{times - before:,} {line.primitive} more over {axes} in {phase}"
-            yield f"{who.removesuffix('asks')}leaves {more} to the compiler than {name}, bytes unknown; {hint}"
+            more = f"{times - before:,} more {line.primitive} {where}"
+            yield f"{who} leaves {more} to the compiler than {name}, bytes unknown; {hint}"
         elif times > before:
-            more = f"{times - before:,} {collective} more over {axes} in {phase}"
-            yield f"{who} for {more} than {name}, {wire - wire_before:,} B on the wire; {hint}"
+            more = f"{times - before:,} more {collective} {where}"
+            yield f"{who} asks for {more} than {name}, {wire - wire_before:,} B on the wire; {hint}"
         elif wire > wire_before:
-            what = f"{wire - wire_before:,} B more on the wire by {collective} over {axes} in {phase}"
-            yield f"{who} for {what} than {name}; {hint}"
+            more = f"{wire - wire_before:,} B more on the wire by {collective} {where}"
+            yield f"{who} asks for {more} than {name}; {hint}"
     places = {rest.signal: rest.place for rest in ledger.memory}
     for signal, bytes_ in now.memory.items():
         if bytes_ > (before := was.memory.get(signal, 0)):
-            where = "what no signal places" if signal == "-" else f'signal "{signal}" ({places[signal]})'
-            yield f"{where} holds {bytes_ - before:,} B more at rest than {name}; {hint}"
+            who = _who(signal, places[signal], "")
+            yield f"{who} holds {bytes_ - before:,} B more at rest than {name}; {hint}"
 
 
 def _key(entry: Line | Left) -> Key:
@@ -192,5 +196,5 @@ def _key(entry: Line | Left) -> Key:
 
 def _who(signal: str, place: Location | None, source: str) -> str:
     if signal == "-":
-        return f"the program{f' ({source})' if source else ''}, under no signal, asks"
-    return f'signal "{signal}" ({place}) asks'
+        return f"the program{f' ({source})' if source else ''}, under no signal,"
+    return f'signal "{signal}" ({place})'

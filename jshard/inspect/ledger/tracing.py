@@ -1,4 +1,4 @@
-"""The ledger of what a function's forward and backward ask for, read without running anything."""
+"""The ledger of a function's forward and backward pass, from a trace: nothing runs."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ from jshard.signals.scope import entering
 
 
 def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = None) -> Ledger:
-    """The ledger of what a function asks for whose arrays are those of these modules and optimizers, or of what they were
-    split into."""
+    """Return the ledger of a traced function with the arrays of these modules and optimizers."""
     with as_user_error("it is traced"):
         lacks = traced.lacks_backward(backward)
         jaxpr = (jax.make_jaxpr(traced.call_with_gradients)(traced.arrays) if lacks else traced.forward()).jaxpr
@@ -72,11 +71,11 @@ def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = N
 
 
 class Traced:
-    """A function and its arguments, to be traced with the arrays among them abstract. The user's modules stay as they
-    are: what the function changes, it changes in copies."""
+    """A function and its arguments, traced with abstract arrays. Changes go to copies: the user's
+    modules stay as they are."""
 
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
-        placed = getattr(f, "at_rest", None)  # of jshard.jit: a call moves its arguments first
+        placed = getattr(f, "at_rest", None)  # a function of jshard.jit moves its arguments before a call
         if placed is not None and configuration() is not None:
             args, kwargs = placed(*args, **kwargs)
         self.given = (f, args, kwargs)
@@ -95,30 +94,31 @@ class Traced:
         self.paths = [*_paths_in(outer, state), *by_themselves]
 
     def argument(self, path: ArrayPath) -> str:
-        """The name of the argument that an array is in; "" in the function."""
+        """Return the name of the argument with an array in it, or "" for an array of the function itself."""
         place, *key = keys_of(path.outer)[:2]
         return (self.positional[key[0]] if place == 1 else key[0]) if key and place else ""
 
     @property
     def meshes(self) -> set[Any]:
-        """The meshes of more than one device that its arrays lie on."""
+        """The meshes of at least two devices in the shardings of its arrays."""
         shardings = (getattr(array, "sharding", None) for array in self.arrays)
         return {each.mesh for each in shardings if isinstance(each, NamedSharding) and each.mesh.size >= 2}
 
     @property
     def parameters(self) -> list[tuple[str, ...] | None]:
-        """For each array: the path in its model if it is a parameter, else None."""
+        """The path of each parameter in its model; None for other arrays."""
         return [each.in_model if each.is_parameter else None for each in self.paths]
 
     def with_arrays(self, arrays: list[Any]) -> Traced:
-        """The same function of other arrays."""
+        """Return a copy of this call with other arrays."""
         other = copy.copy(self)
         other.arrays = arrays
         vars(other).pop("_once", None)
         return other
 
     def holding(self, arrays: list[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-        """The modules with these arrays in them, and the function and its arguments with those."""
+        """Return the modules with these arrays in them, then the function and its arguments with
+        the same arrays."""
         states = self.state_tree.num_leaves
         nodes = nnx.merge(self.graph, jax.tree.unflatten(self.state_tree, arrays[:states]))
         as_placed(nodes)
@@ -127,39 +127,40 @@ class Traced:
         return nodes, jax.tree.unflatten(self.tree, leaves)
 
     def call(self, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-        """The function's arrays, and the state its modules are left in."""
+        """Call the function; return its arrays, and the state of the modules after the call."""
         nodes, (f, args, kwargs) = self.holding(arrays)
         with entering():  # the ledger lists layers that run whole
-            returned = jax.tree.leaves(f(*args, **kwargs))
-        return [leaf for leaf in returned if is_array(leaf)], jax.tree.leaves(nnx.split(nodes)[1])
+            results = jax.tree.leaves(f(*args, **kwargs))
+        return [leaf for leaf in results if is_array(leaf)], jax.tree.leaves(nnx.split(nodes)[1])
 
     def lacks_backward(self, backward: bool | None) -> bool:
-        """Whether a backward pass is to be added: as said, else where there is none yet and can be one."""
+        """Return whether to add a backward pass: `backward` decides; None adds it where there is
+        none and one can be."""
         if backward is False:
             return False
         _, (shapes, _) = self._once
         is_differentiable = any(map(is_inexact, self.arrays)) and any(map(is_inexact, shapes))
         if backward and not is_differentiable:
             raise JShardError(
-                "a backward pass is asked for, and the function has no floating-point argument or result",
+                "backward=True, but the function has no floating-point argument or result",
                 hint="use backward=False",
             )
         return backward or (is_differentiable and not has_transposed(self.forward()))
 
     def forward(self) -> Any:
-        """The closed jaxpr of the call."""
+        """Return the closed jaxpr of the call."""
         return self._once[0]
 
     @functools.cached_property
     def _once(self) -> Any:
-        """The jaxpr of the call, and the shapes that it returns: of one trace."""
+        """The jaxpr of the call and the shapes of its results, from a single trace."""
         return jax.make_jaxpr(self.call, return_shape=True)(self.arrays)
 
     def call_with_gradients(
         self, arrays: list[Any], cotangent: Callable[[int, Any], Any] = lambda number, result: jnp.ones_like(result)
     ) -> Any:
-        """What the call returns, and the gradients of all floating-point arrays; `cotangent` gives that of a result by its
-        number."""
+        """Return the results and the gradients of all floating-point arrays. `cotangent(number,
+        result)` returns the cotangent of a result."""
 
         def of_inexact(inexact: list[Any]) -> Any:
             supply = iter(inexact)
@@ -172,26 +173,27 @@ class Traced:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayPath:
-    """Where an array stands in a function and its arguments."""
+    """The position of an array in a function and its arguments."""
 
-    outer: tuple[Any, ...]  # the path of the array, or of the module that holds it
-    inner: tuple[Any, ...]  # the number of that module, and the keys in it; () for an array by itself
+    outer: tuple[Any, ...]  # the path of the array, or of its module
+    inner: tuple[Any, ...]  # the module's number, then the keys in it; () for an array outside modules
     is_parameter: bool
-    annotation: str = ""  # the mesh axes that the model itself names: ('data', None)
+    annotation: str = ""  # the mesh axes in the model's own annotation: ('data', None)
 
     @property
     def words(self) -> list[str]:
-        """What leads to it in its argument."""
+        """The keys from its argument to the array."""
         within = self.outer[2 if keys_of(self.outer)[0] else 1 :]  # the function itself may be the model
         return [*words_of(within), *map(str, self.inner[1:])]
 
     @property
     def in_model(self) -> tuple[str, ...]:
-        return tuple(itertools.dropwhile(str.isdecimal, self.words))  # the place of the model in a tuple
+        """The path of the array in its model, without the model's own position in a tuple."""
+        return tuple(itertools.dropwhile(str.isdecimal, self.words))
 
 
 def _paths_in(outer: Sequence[Any], state: object) -> Iterator[ArrayPath]:
-    """For each array of the modules at the paths `outer`."""
+    """Yield the path of each array of the modules at the paths `outer`."""
     is_variable = lambda each: isinstance(each, nnx.Variable)
     for path, variable in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]:
         names = variable.get_metadata().get("out_sharding") if is_variable(variable) else None
@@ -202,17 +204,20 @@ def _paths_in(outer: Sequence[Any], state: object) -> Iterator[ArrayPath]:
 
 
 def is_node(leaf: object) -> bool:
+    """Return whether a leaf is a module or a variable of Flax NNX."""
     return isinstance(leaf, (nnx.Pytree, nnx.Variable))
 
 
 def is_boxed(leaf: object) -> bool:
-    """Whether it is an array of Linen's that the model has annotated."""
+    """Return whether a leaf is an array of Linen with an annotation of mesh axes."""
     return isinstance(leaf, nn.Partitioned)
 
 
 def is_array(leaf: object) -> bool:
+    """Return whether a leaf has a shape and a dtype."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def is_inexact(leaf: Shaped) -> bool:
+    """Return whether a leaf is an array of floating-point or complex numbers."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)

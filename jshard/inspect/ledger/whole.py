@@ -1,5 +1,4 @@
-"""Parameters that lie whole on every device: although the signal that they are used under splits such parameters, or though
-another word of it would."""
+"""Parameters whole on every device, although a word of their signal splits, or could split, them."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Unsplit:
-    """Parameters that lie whole, the keys of their signal that would split them, and what to type."""
+    """Whole parameters, the keys of their signal for splitting them, and a line to type."""
 
     place: Location | None
     signal: str
@@ -46,10 +45,9 @@ class Unsplit:
 def unsplit(
     jaxpr: Jaxpr, arrays: Sequence[Any], names: Sequence[Path | None], modules: Mapping[Path, Any]
 ) -> tuple[Unsplit, ...]:
-    """Find them among the operands of `jaxpr`, which are `arrays`: those with a name, that of a parameter in its model.
-
-    Those of one signal to which the same may be done are told together.
-    """
+    """List whole parameters among the operands of `jaxpr`, although a key of their signal splits
+    them. `arrays` are the operands; `names` has the path of each parameter in its model, else None.
+    Parameters of one signal with equal keys and hint are one entry."""
     present = configuration()
     if present is None:
         return ()
@@ -76,13 +74,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def is_split(array: object) -> bool:
-    """Whether a device holds a part of it."""
+    """Return whether each device holds only a shard of the array."""
     sharding = getattr(array, "sharding", None)
     return isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
 
 
 def _splitting(signal: Signal, rank: int, sizes: Mapping[str, int]) -> list[tuple[str, Path]]:
-    """The keys by which a signal splits a parameter of this rank, with their mesh axes."""
+    """Return the keys of a signal for splitting a parameter of this rank, with their mesh axes."""
     keys = ("column", "reduction", "store") if rank > 1 else ("column", "store") if rank else ()
     found = [(key, getattr(signal, key)) for key in keys]
     if signal.shard is not None and signal.shard.axis is not None and -rank <= signal.shard.axis < rank:
@@ -100,8 +98,9 @@ def _hint(module: object) -> str:
 
 
 def whole(model: nnx.Module, placed: Mapping[str, Placed]) -> list[str]:
-    """A sentence for all that are alike, the largest first, as long as those left are more than a hundredth of the parameters
-    on a device; of more than twelve the others are counted."""
+    """List whole parameters with a word to split them, the largest first, a sentence for equal
+    ones. It stops at a hundredth of the parameters' bytes on a device, and after `MOST` sentences
+    it only adds up the rest."""
     present = configuration()
     if present is None or present.mesh is None:
         return []
@@ -122,7 +121,7 @@ def whole(model: nnx.Module, placed: Mapping[str, Placed]) -> list[str]:
         if 100 * left <= held:
             break
         if len(found) == MOST:
-            found.append(f"others lie whole and need not, {left:,} B on each device")
+            found.append(f"other parameters are whole and could be split, {left:,} B on each device")
             break
         what = f"{path} x {count}" if count >= 2 else path
         found.append(f"{place}  {name}  whole: {what} {kind}, {size:,} B on each device; would be split by {words}")
@@ -131,7 +130,7 @@ def whole(model: nnx.Module, placed: Mapping[str, Placed]) -> list[str]:
 
 
 def _parameters(model: nnx.Module, placed: Mapping[str, Placed]) -> Iterator[tuple[str, ModelArray, Any, Roles]]:
-    """The path of each parameter, its signal, its array, and the roles of its axes as far as they are known."""
+    """Yield the path of each parameter, its signal, its array, and the known roles of its axes."""
     arrays, modules = model_arrays(model), dict(nnx.iter_modules(model))
     for keys, leaf in parameters(model):
         path, (*around, name) = slashed(keys), keys
@@ -143,7 +142,7 @@ def _parameters(model: nnx.Module, placed: Mapping[str, Placed]) -> Iterator[tup
 
 
 def _words(signal: Signal, shape: tuple[int, ...], roles: Roles, sizes: Mapping[str, int]) -> Iterator[str]:
-    """For each mesh axis that the signal says nothing of a word that would split this parameter over it, and what it would."""
+    """Yield, for each mesh axis left out by the signal, a word to split this parameter over it, and how."""
     busy = {*signal.column, *signal.reduction, *signal.store, *signal.sequence}
     for name, ways in sizes.items():
         if ways < 2 or name in busy or signal.shard is not None:

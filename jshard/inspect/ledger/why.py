@@ -1,4 +1,4 @@
-"""Why a parameter lies as it does, and why an equation is split as it is: what claims and plans say, in words."""
+"""Reasons, in words: the layout of a parameter and the split of an equation, from claims and plans."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jshard.programs.provenance import source_of
 
 LINE = re.compile(r"[^:]+:\d+")
 REASONS = {
-    CALL: "a call", PUT_OFF: "made where it is needed, as that needs it", AT_REST: "a parameter, which stays where it rests",
-    WHOLE: "no rule is known: run on whole arrays",
+    CALL: "a call", PUT_OFF: "created where it is used, split as that use needs", AT_REST: "a parameter, kept as it is at rest",
+    WHOLE: "no rule for it: runs on whole arrays",
 }  # fmt: skip
 
 
 def why(claims: Sequence[Claimed], programs: Sequence[Program], word: str) -> str:
-    """Say why the parameters of a path or glob lie as they do, or how each equation of a source line runs."""
+    """Return the reasons for the layout of parameters (a path or glob) or for the split of a source line."""
     if LINE.fullmatch(word):
         what, planned = "a source line of an equation", list(_planned(programs, word))
         rows, known = _of_line(planned, word), sorted({line for line, *_ in planned if line})
@@ -43,7 +43,7 @@ def _planned(programs: Sequence[Program], word: str) -> Iterator[tuple[str, str,
     for program in programs:
         if not program.plan:
             raise JShardError(
-                f"axis_types: auto leaves the equations of {quoted(word)} to XLA, and nothing says how they are split",
+                f"axis_types: auto leaves the equations of {quoted(word)} to XLA, so jshard does not know how they are split",
                 hint="write axis_types: explicit under jshard, or name a parameter",
             )
         yield from ((source_of(eqn), eqn.primitive.name, step) for eqn, step in steps(program.jaxpr, program.plan))
@@ -59,13 +59,10 @@ def _of_parameters(claims: Sequence[Claimed], word: str) -> list[str]:
 def _of_parameter(row: Claimed) -> Iterator[str]:
     times = f" x {row.count}" if row.count >= 2 else ""
     yield f"{row.parameter}{times}, {row.array}, claimed by {row.signal} ({row.place or '-'}: {row.says})"
-    told = f"; told by its first use, {row.told_by}" if row.told_by else ""
-    if any(row.in_use):
-        yield f"  split over {_axes(row.in_use)}{told}"
-    else:
-        yield f"  replicated in use{told}"
+    in_use = f"split over {_axes(row.in_use)}" if any(row.in_use) else "replicated in use"
+    yield f"  {in_use}" + (f"; first used by {row.told_by}" if row.told_by else "")
     if row.at_rest != row.in_use:
-        yield f"  at rest split over {_axes(row.at_rest)}, and gathered for its use"
+        yield f"  at rest split over {_axes(row.at_rest)}, and gathered for use"
     if row.differs:
         yield f"  {row.differs}"
 
@@ -89,14 +86,15 @@ def _of_equation(name: str, step: Step) -> str:
 
 
 def _reason(step: Step) -> str:
-    """Say why an equation is split as it is: by a claimed parameter, or as an operand lies, or as its result is wanted."""
+    """Return why an equation is split: by a claimed parameter, as an operand is split, or as its
+    result is used."""
     if step.how in REASONS or step.inside:
         return REASONS.get(step.how, "as the program in it is split")
     said: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for names in step.choice.values() for name in names):
         having = [at for at, axes in enumerate(step.operands) if any(name in names for names in axes)]
         claimed = next((claim for at in having if (claim := step.claims[at]) is not None), None)
-        why = f"as operand {having[0]} lies" if having else "as its result is wanted"
+        why = f"as operand {having[0]} is split" if having else "as its result is used"
         said.setdefault(why if claimed is None else f"as {claimed} splits its parameter", []).append(name)
     return "; ".join(f"{', '.join(names)} {why}" for why, names in said.items()) or "nothing splits its operands"
 

@@ -71,11 +71,11 @@ def test_check_blames_the_line_that_adds_a_collective_and_says_how_to_accept_it(
     status, _, err = check()
     assert (status, len(err)) == (1, 2)  # layer2 wants its input split: the cotangent is gathered on the way back
     assert err[0] == (
-        'signal "layer1" (digits.yaml:16) asks for 1 all_gather more over tensor in forward than digits.baseline, 24,576 B '
+        'signal "layer1" (digits.yaml:16) asks for 1 more all_gather over tensor in forward than digits.baseline, 24,576 B '
         "on the wire; accept it: jshard check digits.yaml --trust --update"
     )
     assert err[1].startswith(
-        'signal "layer2" (digits.yaml:17) asks for 1 all_gather more over tensor in backward than '
+        'signal "layer2" (digits.yaml:17) asks for 1 more all_gather over tensor in backward than '
     )
     check("--update")
     assert check()[0] == 0
@@ -111,7 +111,7 @@ def test_check_on_another_mesh(check):
     assert (status, err) == (
         1,
         [
-            "digits.baseline is of mesh data: 2, tensor: 4, and this is mesh data: 4, tensor: 4; accept it: jshard check digits.yaml "
+            "digits.baseline was written for mesh data: 2, tensor: 4, but the mesh is now data: 4, tensor: 4; accept it: jshard check digits.yaml "
             "--trust --update"
         ],
     )
@@ -141,7 +141,7 @@ def test_check_takes_several_files(check, capsys):
     [
         ("", 'digits.baseline does not begin with "baseline 1", as this jshard writes it'),
         ("baseline 0\nmesh data: 2\n", 'digits.baseline does not begin with "baseline 1", as this jshard writes it'),
-        (TEXT + "layer3 forever\n", 'digits.baseline:12 is "layer3 forever", which is no line of a baseline'),
+        (TEXT + "layer3 forever\n", 'digits.baseline:12 is "layer3 forever", not a line of a baseline'),
     ],
 )
 def test_check_of_an_old_or_broken_baseline_is_one_sentence(check, text, sentence):
@@ -198,11 +198,11 @@ def test_baseline_tells_more_bytes_more_times_and_what_stands_under_no_signal():
         "--update"
     ]
     assert sentences(Ledger((line(),)), Ledger((line(count=3),))) == [
-        'signal "mlp" (a.yaml:7) asks for 2 all_reduce more over tensor in forward than b, 3,072 B on the wire; accept it: c '
+        'signal "mlp" (a.yaml:7) asks for 2 more all_reduce over tensor in forward than b, 3,072 B on the wire; accept it: c '
         "--update"
     ]
     assert sentences(Ledger(()), Ledger((line("-"),))) == [
-        "the program (model.py:3), under no signal, asks for 1 all_reduce more over tensor in forward than b, 1,536 B on the "
+        "the program (model.py:3), under no signal, asks for 1 more all_reduce over tensor in forward than b, 1,536 B on the "
         "wire; accept it: c --update"
     ]
 
@@ -226,15 +226,15 @@ def test_baseline_is_a_text_of_columns():
         (
             Ledger((), left=(left(2),)),
             Ledger((), left=(left(5),)),
-            'signal "mlp" (a.yaml:7) leaves 3 rev more over data in forward to the compiler than b, bytes unknown',
+            'signal "mlp" (a.yaml:7) leaves 3 more rev over data in forward to the compiler than b, bytes unknown',
         ),
         (
             Ledger((line("z", place=9),)),
             Ledger((line("z", place=9), line("+a"))),
-            'signal "+a" (a.yaml:7) asks for 1 all_reduce more over tensor in forward than b, 1,536 B on the wire',
+            'signal "+a" (a.yaml:7) asks for 1 more all_reduce over tensor in forward than b, 1,536 B on the wire',
         ),
         (held(), held(mlp=10), 'signal "mlp" (a.yaml:7) holds 10 B more at rest than b'),
-        (held(), held(**{"-": 10}), "what no signal places holds 10 B more at rest than b"),
+        (held(), held(**{"-": 10}), "the program, under no signal, holds 10 B more at rest than b"),
         (held(), held(**{"+a": 10}), 'signal "+a" (a.yaml:7) holds 10 B more at rest than b'),
     ],
     ids=["left", "a name before -", "memory", "memory of no signal", "memory of a name before -"],
@@ -263,4 +263,4 @@ def test_baseline_of_less_is_told_as_less(was, now):
 @pytest.mark.parametrize(("was", "now"), [("x", "y"), ("y", "x")])
 def test_baseline_of_another_mesh_is_told_alone(was, now):
     told = list(added(Baseline.of(Ledger(()), was), Ledger((line(),)), now, name="b", command="c"))
-    assert told == [f"b is of mesh {was}, and this is mesh {now}; accept it: c --update"]
+    assert told == [f"b was written for mesh {was}, but the mesh is now {now}; accept it: c --update"]

@@ -86,7 +86,7 @@ def test_a_parameter_that_lies_elsewhere_is_told(model):
     for kernel, spec in [(model.blocks[0].up.kernel, jax.P()), (model.blocks[1].down.kernel, jax.P("tensor", "data"))]:
         kernel.set_value(jshard.place(kernel.get_value(), spec))
     differs = {each.parameter: each.differs for each in jshard.explain(model, X).claims}
-    moved = "not there yet: its next call moves it"
+    moved = "not yet in place: its next call moves it"
     assert differs["blocks/0/up/kernel"] == differs["blocks/1/down/kernel"] == moved
     assert differs["blocks/1/up/kernel"] == differs["blocks/*/up/bias"] == ""
     arrays = (("", ["unused"], np.ones(size), "") for size in (8, 16, 32))
@@ -99,7 +99,7 @@ def test_at_rest_is_read_from_the_arrays(tmp_path):
     model = jshard.shard(nnx.Linear(16, 32, rngs=nnx.Rngs(0)))
     rows = {each.parameter: each for each in jshard.explain(model, X).claims}
     assert rows["kernel"].at_rest == ("", "") and rows["kernel"].part == (16, 32)
-    assert rows["kernel"].differs == "not there yet: its next call moves it"
+    assert rows["kernel"].differs == "not yet in place: its next call moves it"
     model(X)
     row = next(each for each in jshard.explain(model, X).claims if each.parameter == "kernel")
     assert row.part == model.kernel[...].addressable_shards[0].data.shape != (16, 32) and row.differs == ""
@@ -243,7 +243,7 @@ WHY = {
     "store": ({"store": "data"}, lambda p, x: (x[:, :3] @ p["w"]).sum(), (3, 5),
               "store: replicated over data, as 3 and 5 do not divide by 2; 60 B on each device"),
     "shard": ({"shard": {"axis": 0, "mesh": "tensor"}}, lambda p, x: (x @ p["w"]).sum(), (16, 8),
-              "not there yet: its next call moves it"),
+              "not yet in place: its next call moves it"),
     "unused": ({"column": "tensor"}, lambda p, x: x.sum(), (16, 8), "not used by this program"),
 }  # fmt: skip
 
@@ -343,4 +343,4 @@ def test_of_many_that_lie_whole_the_largest_are_told():
     found = told_whole(jshard.shard(Many(), X), X)
     assert len(found) == 13
     assert found[0].startswith("<dict>  all  whole: parts/13 float32[66], 264 B on each device; ")
-    assert found[-1] == "others lie whole and need not, 328 B on each device"
+    assert found[-1] == "other parameters are whole and could be split, 328 B on each device"

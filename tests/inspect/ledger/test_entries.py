@@ -61,10 +61,10 @@ def test_lines_that_stages_run_stay_apart_from_those_that_all_devices_run():
     ("bytes_", "told"),
     [
         ({}, ""),
-        ({"kept": 100}, "kept for backwards on each device: 3 x 100 B that F made: 300 B"),
+        ({"kept": 100}, "kept for backwards on each device: 3 x 100 B from F: 300 B"),
         (
             {"kept": 100, "left": 30},
-            "kept for backwards on each device: 3 x 100 B that F made, 2 x 30 B that B leaves W: 360 B",
+            "kept for backwards on each device: 3 x 100 B from F, 2 x 30 B from B for W: 360 B",
         ),
     ],
     ids=["inputs", "what F made", "what B leaves W"],

@@ -94,8 +94,11 @@ def test_what_is_left_to_the_compiler_breaks_the_promise_of_its_place_alone(many
     promise = "expects 2 all_reduce, and 1 is asked for; write all_reduce: 1, or see jshard explain"
     found = "\n".join(faults)
     assert f'signal "a1" {promise}' in found and f'signal "a3" {promise}' in found
-    assert 'signal "a4" expects, and only the compiler decides what rev over data moves' in found
-    assert f'signal "a2" expects, and only the compiler decides what rev over data{more} moves; do it inside ' in found
+    assert 'signal "a4" expects a count, but only the compiler decides what rev over data moves' in found
+    assert (
+        f'signal "a2" expects a count, but only the compiler decides what rev over data{more} moves; do it inside '
+        in found
+    )
 
 
 @pytest.mark.parametrize(

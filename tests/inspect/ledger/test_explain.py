@@ -179,7 +179,7 @@ def test_explain_of_integers_has_no_backward(mesh):
     with pytest.raises(JShardError) as error:
         explain(f, x, backward=True)
     assert str(error.value) == (
-        "a backward pass is asked for, and the function has no floating-point argument or result; use backward=False"
+        "backward=True, but the function has no floating-point argument or result; use backward=False"
     )
 
 

@@ -344,7 +344,7 @@ def test_promise_can_not_be_held_where_the_compiler_decides():
     with pytest.raises(JShardError) as told:
         check_promises(ledger, configuration())
     assert str(told.value) == (
-        f'signal "layer1" (the command line) expects, and only the compiler decides what rev over data ({here(2)}) moves; '
+        f'signal "layer1" (the command line) expects a count, but only the compiler decides what rev over data ({here(2)}) moves; '
         "do it inside jax.shard_map, or place its array by jshard.place first"
     )
 
@@ -355,9 +355,9 @@ def test_baseline_holds_what_is_left_to_the_compiler():
     assert list(added(accepted, now, "2x4", name="b", command="check")) == []
     told = list(added(Baseline.of(was, "2x4"), now, "2x4", name="b", command="check"))
     assert told[1:] == [
-        'signal "layer1" (some.yaml:3) leaves 1 rev more over data in forward to the compiler than b, bytes unknown; '
+        'signal "layer1" (some.yaml:3) leaves 1 more rev over data in forward to the compiler than b, bytes unknown; '
         "accept it: check --update",
-        f"the program ({here(3)}), under no signal, leaves 1 slice more over data in forward to the compiler than b, bytes "
+        f"the program ({here(3)}), under no signal, leaves 1 more slice over data in forward to the compiler than b, bytes "
         "unknown; accept it: check --update",
     ]
 
@@ -394,7 +394,7 @@ def test_check_tells_what_the_compiler_decides(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert "layer1  forward  rev over data (turned.py:13): not asked for, decided by the compiler" in out
     assert err.startswith(
-        'signal "layer1" (turned.yaml:4) expects, and only the compiler decides what rev over data (turned'
+        'signal "layer1" (turned.yaml:4) expects a count, but only the compiler decides what rev over data (turned'
     )
 
 

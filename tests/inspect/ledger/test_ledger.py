@@ -425,7 +425,7 @@ def test_collective_without_a_price_is_refused(mesh):
     with pytest.raises(JShardError) as error:
         ledger_of(f, jax.device_put(np.ones(64, np.float32), jax.NamedSharding(made, P("data"))))
     assert str(error.value) == (
-        'the program calls ragged_all_to_all over mesh axis "data", which jshard has no price for; use one of '
+        'the program calls ragged_all_to_all over mesh axis "data", and jshard has no price for it; use one of '
         "jshard.collectives.all_reduce, jshard.collectives.all_gather, jshard.collectives.reduce_scatter, "
         "jshard.collectives.all_to_all, jshard.collectives.permute, jshard.collectives.broadcast"
     )
@@ -544,7 +544,7 @@ def test_ledger_is_tables_and_sentences():
         "-         -    forward  all_reduce  over data (2)      1 x 100 B  float32    100 B on the wire",
         "1 collective over one, of one device: nothing on the wire",
         "gpipe: 2 stages, 4 microbatches, 10 ticks, 20.0 % idle in lock-step",
-        "kept for backwards on each device: 4 x 10 B that F made: 40 B",
+        "kept for backwards on each device: 4 x 10 B from F: 40 B",
         "a.yaml:7  mlp   at rest  parameters 1,000 B  gradients 1,000 B  optimizer state 20 B    other 3 B  2,023 B",
         "a.yaml:7  head  at rest      parameters 5 B      gradients 5 B   optimizer state 5 B                  15 B",
         "-         -     at rest                                                               other 100 B    100 B",
@@ -592,7 +592,7 @@ def test_ledger_tells_how_much_of_it_the_compiler_added():
     asked = hand_written().lines[0]
     by = {"compiler": "XLA for CPU"}
     summary = "total: 2 collectives, 3,072 B on the wire per device (forward 3,072 B); "
-    end = "added by XLA for CPU; what another chip's adds: jshard plan"
+    end = "added by XLA for CPU; for another chip see jshard plan"
     added = dataclasses.replace(asked, **by)
     assert Ledger((asked, added), **by).summary() == f"{summary}1 of them, 1,536 B, {end}"
     assert Ledger((asked, asked), **by).summary() == f"{summary}none {end}"

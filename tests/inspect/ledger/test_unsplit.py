@@ -166,7 +166,7 @@ def test_many_parameters_are_counted(names, told):
 
 
 def test_the_last_line_says_what_the_compiler_adds_on_an_auto_mesh():
-    added = "none added by XLA for CPU; what another chip's adds: jshard plan"
+    added = "none added by XLA for CPU; for another chip see jshard plan"
     for axis_types, told in (("auto", f"; {added}"), ("explicit", "")):
         with cases.loaded({"jshard": {"mesh": {"data": 2}, "axis_types": axis_types}}):
             x = cases.placed(X, P("data"))

@@ -86,13 +86,13 @@ def test_each_line_says_the_operation_and_its_place_and_the_last_who_added_how_m
     first = next(each for each in ledger if each.axis == "tensor")
     assert f"(dot_general at {line('hidden @ down')}, added by {XLA})" in " ".join(first.cells())
     assert ledger.summary().endswith(
-        f"; {ledger.count} of them, {ledger.total:,} B, added by {XLA}; what another chip's adds: jshard plan"
+        f"; {ledger.count} of them, {ledger.total:,} B, added by {XLA}; for another chip see jshard plan"
     )
     assert jshard.diff(ledger, ledger).same
     assert (
         ledger.only(phase="forward")
         .summary()
-        .endswith("; 5 of them, 1,540 B, added by XLA for CPU; what another chip's adds: jshard plan")
+        .endswith("; 5 of them, 1,540 B, added by XLA for CPU; for another chip see jshard plan")
     )
 
 

@@ -152,7 +152,7 @@ def test_diff_of_schedules_names_both():
 def test_diff_of_what_stages_keep_says_how_much():
     kept = dataclasses.replace(ONE, kept=2048)
     assert str(jshard.diff(Ledger((), stages=(ONE,)), Ledger((), stages=(kept,)))).splitlines() == [
-        "+ kept for backwards on each device: 4 x 2.00 KiB that F made: 8.00 KiB",
+        "+ kept for backwards on each device: 4 x 2.00 KiB from F: 8.00 KiB",
         "wire: 0 B -> 0 B (+0 B) per device",
         "differs: another schedule",
     ]

@@ -570,7 +570,7 @@ def test_page_says_what_the_compiler_adds_on_auto_axes():
     unknown = "on axis_types: auto the compiler adds collectives of its own: see jshard explain"
     for compiler, says in {
         "": unknown,
-        "XLA for CPU": "none added by XLA for CPU; what another chip's adds: jshard plan",
+        "XLA for CPU": "none added by XLA for CPU; for another chip see jshard plan",
     }.items():
         text = page(Facts("auto", (), None, (laid(),), Ledger((), is_auto=True, compiler=compiler), {}))
         assert f"total: no collectives; {says}" in html.unescape(text)
