@@ -58,7 +58,7 @@ def test_page_prints_what_its_plan_prints(block, there, capsys, extra, kept_plan
     extra("v5e:16x16")
     [first] = prints_what_it_shows(BLOCKS[block], capsys)
     [again] = prints_what_it_shows(BLOCKS[block], capsys)
-    assert "looked up" in again.splitlines()[0] and again.splitlines()[1:] == first.splitlines()[1:]
+    assert "cached" in again.splitlines()[0] and again.splitlines()[1:] == first.splitlines()[1:]
 
 
 def prints_what_it_shows(block: str, capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -92,6 +92,6 @@ def test_page_prints_what_its_plan_prints_but_for_numbers(there, capsys, extra, 
     extra("v5e:16x16")
     assert main(words.split()) == 0
     # A machine that made this plan before looks it up, and says so.
-    said = re.sub(r", looked up \(it took (.+) when it was made\)", r" in \1", capsys.readouterr().out)
+    said = re.sub(r", cached \(it took (.+) to compile\)", r" in \1", capsys.readouterr().out)
     printed = re.sub(r" +", " ", said.strip())
     assert re.fullmatch(pattern(re.sub(r" +", " ", says)), printed, re.DOTALL), printed

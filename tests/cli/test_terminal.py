@@ -110,7 +110,7 @@ def in_a_window(columns: int, words: list[str]) -> str:
 def test_command_fits_the_window_and_is_whole_in_a_pipe(name, capsys):
     words = [name.split()[0], *COMMANDS[name]]
     if name == "plan":
-        main(words)  # it is looked up from now on, and says so
+        main(words)  # it is cached from now on, and says so
         capsys.readouterr()
     main(words)
     piped = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What the compiler will make of a program, for hardware that is not there."""
+"""Plans: the compiled form of a program for absent hardware."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Compiling for devices that are not there: in another process with a time limit, so that a compiler that aborts is one
-sentence, and none of its noise, environment or memory stays here."""
+"""Compilation for absent devices, in another process with a time limit. A compiler that aborts
+becomes one sentence here, and its noise, environment and memory stay there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jshard.inspect.plan.topology import Topology
 from jshard.programs.jaxprs import Jaxpr, bare, equations
 from jshard.programs.provenance import cause, op_name, source_of
 
-LIMIT = 600  # seconds that a compilation may take
+LIMIT = 600  # seconds
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",  # libtpu would ask the network which TPU this machine is
@@ -39,8 +39,8 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What came out of a compilation. When the program was too large for the chip there is no text: `needed` and
-    `largest` say what the compiler said."""
+    """The result of a compilation. A program too large for the chip has no text, but the compiler's
+    figures."""
 
     text: str
     memory: Mapping[str, int]  # bytes: argument, output, alias, temp, generated_code, peak
@@ -59,19 +59,19 @@ class Compiled:
 
 
 def check_installed(topology: Topology) -> None:
-    """An error that says what to install when the compiler for `topology` is not here."""
+    """Raise if the compiler for `topology` is not installed, with the command to install it."""
     plugin = next((f"cuda{n}" for n in (13, 12) if _there(f"jax_plugins.xla_cuda{n}")), None)
     missing = None
     if topology.platform == "tpu" and not _there("libtpu"):
-        missing = "compiles with libtpu", '"jshard[tpu]"'
+        missing = "libtpu", '"jshard[tpu]"'
     elif topology.platform == "cuda" and plugin is None:
-        missing = "compiles with JAX's CUDA plugin", '"jshard[plan]"'
+        missing = "JAX's CUDA plugin", '"jshard[plan]"'
     elif topology.platform == "cuda" and not _assembler(plugin or ""):
-        missing = "compiles with NVIDIA's assembler (nvidia-cuda-nvcc)", '"jshard[plan]"'
+        missing = "NVIDIA's assembler (nvidia-cuda-nvcc)", '"jshard[plan]"'
     elif not _there("flatbuffers"):
-        missing = "hands the program on with flatbuffers", "flatbuffers"
+        missing = "flatbuffers", "flatbuffers"
     if missing is not None:
-        fault = f"planning for {topology.name} {missing[0]}, which is not installed"
+        fault = f"planning for {topology.name} needs {missing[0]}, which is not installed"
         raise JShardError(fault, hint=f"type: pip install {missing[1]}")
 
 
@@ -83,15 +83,15 @@ def _there(module: str) -> bool:
 
 
 def _assembler(plugin: str) -> bool:
-    """XLA makes machine code with the wheel's compiler, or with the CUDA toolkit of the machine."""
+    """Return True if XLA finds an assembler: the wheel's, or the machine's CUDA toolkit."""
     wheel = {"cuda13": "nvidia.cu13", "cuda12": "nvidia.cuda_nvcc"}[plugin]
     return _there(wheel) or shutil.which("ptxas") is not None or Path("/usr/local/cuda/bin/ptxas").exists()
 
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """A program for another process: its bytes, the job that says how to compile them, what it says but for the lines of the
-    source that it was written on and called from, and its jaxpr."""
+    """A program for another process: its bytes, its job (how to compile it), a hash of its meaning,
+    and its jaxpr."""
 
     program: bytes
     job: str
@@ -100,12 +100,13 @@ class Exported:
 
 
 PLACE = re.compile(r"#loc\d*")
-NUMBERED = re.compile(r"program=\d+")  # which partitioned program of this process it is
+NUMBERED = re.compile(r"program=\d+")  # the number of a partitioned program in this process
 NAMED = re.compile(r'^(#loc\d*) = loc\("(.*)"\(#loc\d*\)\)$', re.MULTILINE)
 
 
 def meaning_of(module: str) -> bytes:
-    """Hash what decides a compilation: the program and the names of its scopes, not the lines it is called from."""
+    """Return a hash of the program and the names of its scopes, without the lines of its source and
+    callers."""
     names = dict(NAMED.findall(module))
     lines = [line for line in module.splitlines() if not line.startswith("#loc")]
     bare = PLACE.sub(lambda found: names.get(found[0], ""), "\n".join(lines))
@@ -113,8 +114,8 @@ def meaning_of(module: str) -> bytes:
 
 
 def exported(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], topology: Topology) -> Exported:
-    """A jitted program of arrays that lie on absent meshes, as one of its arrays one by one: the other process knows nothing of
-    the user's own classes."""
+    """Export a jitted program of arrays on absent meshes, as a program of flat arrays. The other
+    process does not know the user's classes."""
     infos = jax.tree.leaves(program.trace(*args, **kwargs).args_info, is_leaf=lambda each: hasattr(each, "donated"))
     donated = [number for number, info in enumerate(infos) if info.donated]
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
@@ -126,7 +127,7 @@ def exported(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], topol
     jitted = jax.jit(flat, donate_argnums=donated)
     jaxpr = bare(jitted.trace(*leaves).jaxpr)
     check_stays_on_devices(jaxpr)
-    # Custom calls are whatever kernels the program has; the program is compiled by this very version of JAX.
+    # Custom calls are the program's kernels. The same version of JAX compiles them, so this check is not needed.
     export = jax.export.export(
         jitted,
         platforms=[topology.platform],
@@ -145,18 +146,18 @@ KERNELS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "tpu_custom_call", "Allocate
 
 
 def check_stays_on_devices(jaxpr: Jaxpr) -> None:
-    """An error for a program that calls Python while it runs: no process of absent devices could be called."""
+    """Raise for a program with calls of Python: absent devices have no process to run them."""
     for eqn in equations(jaxpr):
         if eqn.primitive.name.endswith(("callback", "debug_print")):
             place = source_of(eqn)
             raise JShardError(
-                f"{place or 'the program'} calls Python while it runs ({eqn.primitive.name}), which can't be planned",
+                f"{place or 'the program'} calls Python while it runs ({eqn.primitive.name}), so it can't be planned",
                 hint="take jax.debug.print and other callbacks out",
             )
 
 
 def compile_absent(export: Exported, topology: Topology, *, limit: float = LIMIT) -> Compiled:
-    """Compiles in another process. What goes wrong there is one sentence here."""
+    """Compile in another process. An error there becomes one sentence here."""
     check_installed(topology)
     environment = {**os.environ, **ENVIRONMENT, "JAX_NUM_CPU_DEVICES": str(topology.devices), "PJRT_NPROC": "2"}
     script = Path(__file__).with_name("aot_worker.py")
@@ -166,7 +167,7 @@ def compile_absent(export: Exported, topology: Topology, *, limit: float = LIMIT
         (folder / "program.bin").write_bytes(export.program)
         began = time.perf_counter()
         with (folder / "stderr").open("w") as stderr:
-            # -P: the folder of the script is no place to import from
+            # -P: do not import from the folder of the script
             child = subprocess.Popen(
                 [sys.executable, "-P", str(script), name],
                 env=environment, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, start_new_session=True,
@@ -197,11 +198,11 @@ def compile_absent(export: Exported, topology: Topology, *, limit: float = LIMIT
 
 
 def _reason(topology: Topology, status: int, stderr_text: str) -> str:
-    """Say in one sentence what ended the other process."""
+    """Return the reason why the other process ended, in a sentence."""
     lines = [line.strip() for line in stderr_text.splitlines() if line.strip()]
     fatal = [line for line in lines if re.match(r"(F\d{4} |LLVM ERROR|Fatal |.*Check failed)", line)]
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*:", line)]
-    last = (fatal or raised or lines or ["it said nothing"])[-1]
+    last = (fatal or raised or lines or ["it printed nothing"])[-1]
     if status < 0:
         last_words = f": {last}" if fatal else ""
         return f"the compiler for {topology.name} aborted ({signal.Signals(-status).name}){last_words}"
@@ -217,7 +218,7 @@ def _bytes(word: str) -> int:
     return int(float(found[1]) * SIZE[found[2]])
 
 
-# The first with its largest allocations; the second when it gave up long before it knew them.
+# The first lists the largest allocations; the second comes before the compiler knows them.
 OUT_OF_MEMORY = re.compile(
     r"Ran out of memory in memory space hbm.*?Used ([\d.]+[BKMGT]?) of ([\d.]+[BKMGT]?) hbm", re.S
 )
@@ -227,7 +228,8 @@ FAR_OUT_OF_MEMORY = re.compile(
 
 
 def _out_of_memory(stderr_text: str) -> tuple[int, int, tuple[Large, ...]] | None:
-    """Read what libtpu prints of a program that is too large for its chip: bytes needed, bytes there, largest arrays."""
+    """Read libtpu's message about a program too large for its chip: bytes needed, bytes there,
+    largest arrays."""
     found = OUT_OF_MEMORY.search(stderr_text) or FAR_OUT_OF_MEMORY.search(stderr_text)
     if found is None:
         return None

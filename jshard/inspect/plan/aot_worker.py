@@ -1,8 +1,7 @@
-"""The other process: compiles one exported program for devices that are not there, and writes down what came out.
-
-Run by its path, so that nothing of jshard is imported here. It reads `job.json` and `program.bin` in the folder it is
-given and writes `program.hlo` and `result.json` there. What goes wrong ends it with a line on stderr.
-"""
+"""The compiling process: it compiles an exported program for absent devices and writes the result.
+It runs by path, so nothing of jshard is imported. It reads `job.json` and `program.bin` in the
+folder of its argument and writes `program.hlo` and `result.json` there. An error ends it with a
+line on stderr."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ from jax.sharding import Mesh, NamedSharding
 
 
 def absent_devices(platform: str, name: str, target: dict[str, str]) -> Any:
-    """The devices of a topology, in JAX's order."""
+    """Return the devices of a topology, in JAX's order."""
     if platform == "cpu":
         return jax.devices("cpu")
     return topologies.get_topology_desc(platform=platform, topology_name=name, **target).devices
 
 
 def compiled(folder: Path) -> Any:
-    """The program of `folder`, compiled for the devices of its job."""
+    """Compile the program of `folder` for the devices of its job."""
     job = json.loads((folder / "job.json").read_text())
     devices = np.array(absent_devices(job["platform"], job["name"], job["target"]))
     exported = jax.export.deserialize(bytearray((folder / "program.bin").read_bytes()))
@@ -38,7 +37,7 @@ def compiled(folder: Path) -> Any:
 
 
 def _on(devices: Any, lies: Any) -> NamedSharding:
-    """Where an argument lies on its abstract mesh, on these devices."""
+    """Return the sharding of an argument, moved from its abstract mesh to these devices."""
     mesh = Mesh(devices.reshape(lies.mesh.axis_sizes), lies.mesh.axis_names, axis_types=lies.mesh.axis_types)
     return NamedSharding(mesh, lies.spec)
 
@@ -47,6 +46,7 @@ MEMORY = ("argument", "output", "alias", "temp", "generated_code")
 
 
 def main(folder: Path) -> None:
+    """Compile the job in `folder`."""
     program = compiled(folder)
     (folder / "program.hlo").write_text(program.as_text())
     memory = program.memory_analysis()

@@ -1,4 +1,4 @@
-"""Plans that were made before: a compilation is looked up by the program, the job and the compilers' versions."""
+"""A cache of compilations, by program, job and versions of the compilers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from jshard.inspect.plan.aot import Compiled, Exported
 
-KEPT = 200  # plans; the oldest go
+KEPT = 200  # plans; older ones are deleted
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc")
 
 
 def folder() -> Path:
-    """`JSHARD_CACHE`, else where this system keeps caches."""
+    """Return `JSHARD_CACHE`, or this system's folder for caches."""
     named = os.environ.get("JSHARD_CACHE")
     if named:
         return Path(named)
@@ -24,7 +24,7 @@ def folder() -> Path:
 
 
 def key(export: Exported) -> str:
-    """Hash what decides a compilation, and the names in it; not the lines that the program is written on."""
+    """Return a hash of all inputs of a compilation, without the lines of the source."""
     words = [export.job, os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", "")]
     words += [f"{name} {version(name)}" for name in COMPILERS]
     return hashlib.sha256(b"\0".join([export.meaning, *map(str.encode, words)])).hexdigest()[:40]
@@ -43,7 +43,7 @@ def load(found: str) -> Compiled | None:
         return None
     try:
         compiled = Compiled.from_json(gzip.decompress(path.read_bytes()).decode())
-    except (OSError, EOFError, ValueError, TypeError, KeyError):  # cut short, or of another jshard: made anew
+    except (OSError, EOFError, ValueError, TypeError, KeyError):  # truncated, or of another jshard
         path.unlink(missing_ok=True)
         return None
     os.utime(path)
@@ -51,7 +51,7 @@ def load(found: str) -> Compiled | None:
 
 
 def store(found: str, compiled: Compiled) -> None:
-    """Written beside and moved into place, so that no one reads half of it."""
+    """Write a compilation beside its place and move it there: readers never see half of it."""
     where = folder()
     where.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=where, delete=False) as file:

@@ -1,4 +1,4 @@
-"""What the program asked of the wire against what the compiler made of it: every difference by name."""
+"""The ledger's collectives against the compiled ones: every difference by name."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Deviation:
-    """One way in which what runs is not what was asked: `times` of a row's collectives."""
+    """A difference between the asked and the running collectives: `times` of a row's collectives."""
 
-    kind: str  # dropped, merged, split, rewritten, recast, added, lock-step; declared, where a kernel's word is all there is
+    kind: str  # dropped, merged, split, rewritten, recast, added, lock-step; declared by a kernel alone
     times: int
     words: str
 
@@ -31,9 +31,9 @@ class Deviation:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Collectives of one kind that one signal asked for in one phase, and what runs for them. `asked` and `got` count runs;
-    `wire_asked` and `wire_got` are bytes on the wire per device of all of them, `hidden` those that travel while the device
-    works, by the schedule."""
+    """Collectives of a kind for a signal in a phase, as asked and as run. `asked` and `got` count
+    runs; `wire_asked` and `wire_got` are their bytes on the wire per device, `hidden` the bytes
+    sent while the device works, by the schedule."""
 
     place: Location | None
     signal: str
@@ -51,7 +51,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Everything that was asked and everything that runs, in the order of the ledger; what nobody asked for comes last."""
+    """All asked and all running collectives, in the order of the ledger; unasked ones come last."""
 
     rows: tuple[Row, ...]
 
@@ -67,7 +67,7 @@ class Comparison:
 
     @property
     def hidden(self) -> int:
-        """Of the bytes that run, those that travel while the device works."""
+        """Bytes sent while the device works."""
         return sum(row.hidden for row in self.rows)
 
     @property
@@ -76,7 +76,7 @@ class Comparison:
 
 
 def compare(ledger: Ledger, found: Iterable[CompiledCollective], sizes: Mapping[str, int]) -> Comparison:
-    """Pair the two sides. `sizes` are those of the mesh."""
+    """Pair the two sides. `sizes` are the sizes of the mesh."""
     every, got, pairs = paired(ledger, found, sizes)
     return Comparison((*_rows(every, pairs), *_added(got)))
 
@@ -100,7 +100,8 @@ def _rows(asked: list[Ask], pairs: Pairs) -> Iterator[Row]:
 
 
 def _row(key: Key, asked: list[Ask], runs: list[tuple[RunArray, int, int, float]], differences: list[Deviation]) -> Row:
-    """Add up what is asked and what runs: for each run how often, its bytes on the wire of once, and the hidden share."""
+    """Return the sums of asked and running collectives. A run is (array, times, bytes on the wire,
+    hidden share)."""
     own = [ask.line for ask in asked if ask.line.declared is not None]
     return Row(
         *key,
@@ -114,10 +115,10 @@ def _row(key: Key, asked: list[Ask], runs: list[tuple[RunArray, int, int, float]
 
 
 def _differences(asked: list[Ask], pairs: list[Pair]) -> list[Deviation]:
-    """Every way in which what runs is not what was asked."""
+    """Return every difference between the asked and the running collectives."""
     found: list[tuple[str, str, int]] = []  # kind, words, times
     own = [ask.line for ask in asked if ask.line.declared is not None]  # a kernel moves its bytes itself, unseen by XLA
-    found += [("declared", "inside a kernel, by its own word", line.count) for line in own]
+    found += [("declared", "inside a kernel, as it declares", line.count) for line in own]
     found += [("dropped", "dropped", ask.left) for ask in asked if ask.line.declared is None]
     rewritten = [pair for pair in pairs if pair.how == "rewritten"]
     found += [("rewritten", f"run as {pair.run.got.collective}", pair.times) for pair in rewritten]
@@ -140,7 +141,7 @@ def _differences(asked: list[Ask], pairs: list[Pair]) -> list[Deviation]:
 
 
 def _recast(pair: Pair) -> str:
-    """The dtype that an array travels in, when it is not the one asked for."""
+    """Return the dtype of an array on the wire if it is not the asked dtype."""
     if pair.how.startswith("by"):
         return ""
     ran = itemsize(pair.run.dtype)
@@ -149,7 +150,7 @@ def _recast(pair: Pair) -> str:
 
 
 def _added(got: list[RunArray]) -> Iterator[Row]:
-    """Rows of what runs and nobody asked for."""
+    """Yield rows for running collectives without a ledger line."""
     found: dict[Key, list[RunArray]] = {}
     for run in got:
         if run.left and run.got.group > 1:

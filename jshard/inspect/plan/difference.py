@@ -1,5 +1,5 @@
-"""Two training steps side by side, as they are asked for or as they run: what was added, what is gone, what moved, what grew,
-and where it is written."""
+"""Two training steps side by side, as asked or as run: collectives added, gone, moved or grown, and
+their lines."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ SIGNS = {"added": "+", "gone": "-", "moved": "~", "grown": "~", "shrunk": "~"}
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """Collectives of one kind for one signal in one phase, as one side has them."""
+    """Collectives of a kind for a signal in a phase, on one side."""
 
     place: str
     signal: str
     phase: str
     collective: str
     mesh_axes: tuple[str, ...]
-    group: int | None  # None of what runs, and of what the compiler decides
+    group: int | None  # None for running collectives and for operations the compiler decides
     via: str
     count: int
-    wire: int  # bytes on the wire per device, of all of them
-    payload: int | None = None  # of one; of what runs their wire, None where only the compiler knows
+    wire: int  # bytes on the wire per device, of all runs
+    payload: int | None = None  # of one run; the wire of running collectives; None if only the compiler knows
     dtype: str = ""
 
     @property
@@ -58,18 +58,20 @@ class Moves:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
+    """A collective with different sides, and the kind of its change."""
+
     kind: Kind
     old: Moves | None
     new: Moves | None
 
     @property
     def wire(self) -> int:
-        """Bytes on the wire per device that it adds; less than zero where it takes some away."""
+        """The bytes it adds on the wire per device; negative if it removes some."""
         return (self.new.wire if self.new else 0) - (self.old.wire if self.old else 0)
 
     @property
     def side(self) -> Moves:
-        """The side to speak of: the new one where it is there."""
+        """The side to print: the new side if it has the collective."""
         side = self.new or self.old
         assert side is not None
         return side
@@ -86,23 +88,23 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What the document of a ledger or of a plan tells of one side."""
+    """A side of the difference, read from the document of a ledger or a plan."""
 
     label: str
-    topology: str  # "" of a ledger: nothing was compiled
+    topology: str  # "" for a ledger: nothing was compiled
     moves: tuple[Moves, ...]
     wire: int
-    parts: Mapping[str, tuple[str, int]]  # of memory, by signal or kind: the line of the configuration, bytes
+    parts: Mapping[str, tuple[str, int]]  # memory by signal or kind: the line of the configuration, bytes
     memory: int  # bytes on each device
     stages: tuple[str, ...] = ()  # the schedules of its pipelines, in words
-    compiler: str = ""  # whose partitioner added some of the moves
+    compiler: str = ""  # the compiler whose partitioner added some of the moves
     capacity: int | None = None
     seconds: float | None = None  # of a step, by the model
-    program: Mapping[str, Any] | None = None  # lines and sha256 of the text; None when it was not compiled to its end
+    program: Mapping[str, Any] | None = None  # lines and sha256 of the text; None if it was not compiled
 
     @classmethod
     def of(cls, text: str, label: str) -> Outcome:
-        """Read what `Ledger.to_json` or `Plan.to_json` wrote."""
+        """Read the output of `Ledger.to_json` or `Plan.to_json`."""
         document = json.loads(text)
         return _running(document, label) if "topology" in document else _asked(document, label)
 
@@ -127,7 +129,7 @@ def _asked(document: Mapping[str, Any], label: str) -> Outcome:
 
 
 def _moves(row: Mapping[str, Any], group: int | None, wire: int, payload: int | None = None, dtype: str = "") -> Moves:
-    """Read a row of a document. The line of the program is no difference, and is left out."""
+    """Read a row of a document. It drops the line of the program, so that it is no difference."""
     via = row["via"].replace(f" at {row.get('source')}", "")
     via = ", ".join(filter(None, (via, "decided by the compiler" * ("decided" in row))))
     names = row["signal"], row["phase"], row["collective"], tuple(row["mesh_axes"])
@@ -153,28 +155,29 @@ def _running(document: Mapping[str, Any], label: str) -> Outcome:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Difference(Shown):
-    """What lies between two training steps. It prints as what `jshard diff` prints."""
+    """The difference between two training steps. It prints as the output of `jshard diff`."""
 
     old: Outcome
     new: Outcome
     changes: tuple[Change, ...]
-    first: tuple[int, str, str] | None = None  # lines of the text that differ, and the first of them on both sides
+    first: tuple[int, str, str] | None = None  # the number of lines that differ, and the first of them on both sides
 
     @property
     def compiled(self) -> bool:
-        """Whether both were compiled to their end."""
+        """True if both sides were compiled."""
         return self.old.program is not None and self.new.program is not None
 
     @property
     def same(self) -> bool:
-        """Whether it is one program: by its compiled text where that was compared, else by collectives and memory."""
+        """True if both sides are the same program: by compiled text if compared, else by
+        collectives and memory."""
         if self.compiled or self.new.topology:
             return self.compiled and self.old.topology == self.new.topology and self.old.program == self.new.program
         return not (self.changes or self._parts()) and self.old.stages == self.new.stages
 
     @property
     def is_open(self) -> bool:
-        """Whether only the compiled texts can tell: both move and hold the same, under whatever names."""
+        """True if only the compiled texts can decide: collectives and memory are equal up to names."""
         if self.new.topology and (self.same or not self.compiled):
             return False
         moved = [collections.Counter[Hashable](), collections.Counter[Hashable]()]
@@ -185,7 +188,7 @@ class Difference(Shown):
         return alike and moved[0] == moved[1]
 
     def proven(self, old: str, new: str) -> Difference:
-        """Add what the compiled texts of both sides tell."""
+        """Return the difference with the compiled texts of both sides compared."""
         sides = [dataclasses.replace(s, program=digest(t)) for s, t in ((self.old, old), (self.new, new))]
         first = first_difference(normalised(old), normalised(new))
         return dataclasses.replace(self, old=sides[0], new=sides[1], first=first)
@@ -203,7 +206,7 @@ class Difference(Shown):
         yield self.summary()
 
     def _parts(self) -> list[tuple[str, ...]]:
-        """List the parts of memory that differ, a row each."""
+        """Return a row for each part of memory of different size."""
         rows = []
         for name in {**self.old.parts, **self.new.parts}:
             (was, before), (now, after) = (side.parts.get(name, ("", 0)) for side in (self.old, self.new))
@@ -225,7 +228,7 @@ class Difference(Shown):
             yield f"time: {before} -> {after} a step (a model, nothing was measured)"
 
     def summary(self) -> str:
-        """The last line: what differs, in few words."""
+        """Return the last line: the differences in few words."""
         where = _both(self.old.topology, self.new.topology)
         if not self.same:
             return f"{self._what_differs()}, on {where}" if where else self._what_differs()
@@ -238,7 +241,7 @@ class Difference(Shown):
         if self.new.topology and not self.compiled:
             sides = [side.label for side in (self.old, self.new) if side.program is None]
             are = "is too large and was" if len(sides) == 1 else "are too large and were"
-            return f"differs or not: {' and '.join(sides)} {are} not compiled to the end"
+            return f"unknown difference: {' and '.join(sides)} {are} not compiled"
         kinds: dict[tuple[str, str], list[int]] = {}
         for change in self.changes:
             kinds.setdefault((change.kind, change.side.collective), []).append(change.wire)
@@ -251,7 +254,7 @@ class Difference(Shown):
         return f"differs: {', '.join(parts) or 'the compiled text'}"
 
     def to_json(self) -> str:
-        """One document, `"schema": "jshard.diff/2"`."""
+        """Return a JSON document of `"schema": "jshard.diff/2"`."""
         changes = [{"wire": each.wire, **document_of(each)} for each in self.changes]
         sides = {"old": document_of(self.old), "new": document_of(self.new)}
         document = {"schema": SCHEMA, "same": self.same, **sides, "changes": changes, "says": self.summary()}
@@ -262,9 +265,9 @@ Key = Callable[[Moves], Hashable]
 
 
 def compare(old: Outcome, new: Outcome) -> Difference:
-    """Pair the collectives of two sides: those that differ in their line alone, those that differ in their size, and those that
-    only moved; the rest is gone, or added."""
-    told = old.compiler == new.compiler  # what XLA adds is not said by the words that the layers say it by
+    """Pair the collectives of two sides: equal but for the line, then but for the size, then moved;
+    the rest is gone or added."""
+    told = old.compiler == new.compiler  # XLA describes its collectives in other words than the layers do
     named: Key = lambda row: (row.where, row.via) if told else row.where
     alike: Key = lambda row: (named(row), row.group, row.payload, row.dtype)
     lost, found = (joined(side.moves, alike) for side in (old, new))
@@ -280,7 +283,7 @@ def compare(old: Outcome, new: Outcome) -> Difference:
 
 
 def _pairs(lost: list[Moves], found: list[Moves], key: Key) -> list[tuple[Moves, Moves]]:
-    """Take those out of both lists that are equal by `key`."""
+    """Remove the rows with equal keys from both lists, and return them as pairs."""
     waiting: dict[Hashable, list[Moves]] = {}
     for each in found:
         waiting.setdefault(key(each), []).append(each)

@@ -1,5 +1,5 @@
-"""What a compiled program needs on each device: memory, against what the chip has; and time, as a stated model, by a walk
-through the compiled schedule. Never measured."""
+"""The needs of a compiled program on each device: memory against the chip's, and time by a model of
+its schedule. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -21,31 +21,33 @@ from jshard.programs.provenance import cause
 from jshard.signals.config import Configuration
 
 MODEL = "work + wait, by a walk through the compiled schedule"
-UNITS = {"arithmetic": (1e12, "TFLOP/s"), "work": (1e12, "TFLOP/s")}  # of others GB/s
-SHOWN = 5  # of the largest arrays
+UNITS = {"arithmetic": (1e12, "TFLOP/s"), "work": (1e12, "TFLOP/s")}  # others are in GB/s
+SHOWN = 5  # the number of largest arrays to show
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on each device. `capacity` is what the chip lets programs use, None when the table has none."""
+    """Bytes on each device. `capacity` is the memory open to programs on the chip, None if the
+    table has none."""
 
     parts: Mapping[str, int]  # arguments, results not in place of arguments, temporaries, program; {} when too large
     total: int
     capacity: int | None
-    rest: tuple[Resident, ...]  # what is held between steps, by signal
+    rest: tuple[Resident, ...]  # bytes held between steps, by signal
     largest: tuple[Large, ...]
-    budget: int | None = None  # what the configuration allows, and where it says so
+    budget: int | None = None  # the limit in the configuration, and its line
     budget_place: Location | None = None
-    peak: int | None = None  # of arguments, results and temporaries, as they were placed; None where nobody says
+    peak: int | None = None  # of arguments, results and temporaries; None where the compiler gives none
 
     @property
     def needed(self) -> int:
-        """Bytes that are held at once: the peak and the program. What one loop leaves for another the sum of the parts counts
-        twice; a TPU's peak counts what it keeps in its own VMEM too, so the smaller counts."""
+        """Bytes held at the same time: the smaller of the sum of all parts, and peak plus program.
+        The sum counts memory twice that one loop frees for another. A TPU's peak also counts arrays
+        in its VMEM."""
         return self.total if self.peak is None else min(self.total, self.peak + self.parts["program"])
 
     def over_budget(self) -> str | None:
-        """The sentence when the program needs more than `jshard.budget` allows."""
+        """Return the error sentence if the program needs more than `jshard.budget` allows."""
         if self.budget is None or self.needed <= self.budget:
             return None
         biggest = max(self.parts, key=lambda name: self.parts[name]) if self.parts else None
@@ -57,10 +59,11 @@ class Memory:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits; None when nobody knows what the device has."""
+        """True if the program fits; None if the memory of the device is unknown."""
         return None if self.capacity is None else self.needed <= self.capacity
 
     def verdict(self) -> str:
+        """Return a sentence about the bytes needed and the bytes there."""
         if self.capacity is None:
             return f"needs {size(self.needed)} per device"
         share = f"{100 * self.needed / self.capacity:.0f} %"
@@ -73,7 +76,7 @@ class Memory:
 def memory_of(
     compiled: Compiled, topology: Topology, rest: tuple[Resident, ...], present: Configuration | None
 ) -> Memory:
-    """Take the compiler's own sums, or what it said when it had too little; with the budget of what is loaded."""
+    """Return the compiler's sums, or its error's figures if memory was too small, with the loaded budget."""
     budget = {} if present is None else {"budget": present.budget, "budget_place": present.budget_place}
     if compiled.needed is not None:
         return Memory({}, compiled.needed, compiled.available, rest, compiled.largest[:SHOWN], **budget)
@@ -91,8 +94,8 @@ def memory_of(
 
 
 def largest_results(text: str) -> tuple[Large, ...]:
-    """The arrays that a compiled program puts into memory while it runs, the largest first. Of those of one shape only one
-    is named: they may well take each other's place."""
+    """Return the arrays a compiled program writes to memory, the largest first. Of arrays of equal
+    shape it names only the first, as they may share memory."""
     program = HloProgram(text)
     found: dict[str, Large] = {}
     for bytes_, shape, op_name in program.results(program.entry):
@@ -106,8 +109,8 @@ def largest_results(text: str) -> tuple[Large, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class TimePart:
-    """One part of the estimate: `amount` over `rate` a second. A step is its work and its wait; the others are what each
-    would take by itself at its peak, so that no schedule makes a step shorter than the longest of them."""
+    """A part of the estimate: `amount` over `rate` a second. A step is its work plus its wait. The
+    other parts are lower bounds: each is the time of its amount alone at the peak rate."""
 
     name: str  # arithmetic, memory, wire, work, wait
     words: str
@@ -120,7 +123,7 @@ class TimePart:
 
     @property
     def peak(self) -> str:
-        """The rate in words; "" of what was walked through, which is seconds already."""
+        """The rate in words; "" for seconds of the walk."""
         size, unit = UNITS.get(self.name, (1e9, "GB/s"))
         rate = self.rate / size
         return f"{rate:,.0f} {unit}" if rate >= 10 else f"{rate:.3g} {unit}" if self.rate > 1 else ""
@@ -128,16 +131,16 @@ class TimePart:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A model of one step's time. It knows nothing of latency but between slices, or of what kernels reach of their peaks."""
+    """A model of a step's time. It counts latency only between slices, and kernels at their peak rates."""
 
     parts: tuple[TimePart, ...]
     source: str
-    at_most: bool = False  # some layouts can't be seen, and the arithmetic is counted as if whole on every device
-    unknown: bool = False  # a while loop is counted as one trip
+    at_most: bool = False  # some layouts are unknown: their arithmetic counts as whole on every device
+    unknown: bool = False  # a while loop counts as one trip
 
     @property
     def remarks(self) -> list[str]:
-        """What to keep in mind of the numbers."""
+        """The assumptions behind the numbers."""
         found = ["a model, nothing was measured"]
         found += ["arithmetic at most, where layouts can't be seen"] * self.at_most
         return [*found, *["a while loop counts one trip"] * self.unknown]
@@ -151,8 +154,9 @@ class Estimate:
 
 
 def estimate(asked: Ledger, walked: Walked, arithmetic: Flops, memory: Memory, topology: Topology) -> Estimate | None:
-    """None where the table has no figures, as for pretended devices, and where nothing was compiled. Of what was asked only
-    the kernels count, whose products and wire no compiled text shows: they work and wait as they declare."""
+    """Return the estimated time; None without figures of the chip (as for pretended devices) or
+    without a compiled program. Of the ledger only kernels count: compiled text shows neither their
+    products nor their wire, so they work and wait as declared."""
     chip = topology.chip
     if not chip.link or not memory.parts:
         return None
@@ -163,7 +167,7 @@ def estimate(asked: Ledger, walked: Walked, arithmetic: Flops, memory: Memory, t
     moved = memory.parts["arguments"] + memory.parts["results that take no argument's place"]
     words = f"{size(moved)} of arguments and results, each moved once (at least)"
     parts.append(TimePart("memory", words, moved, chip.bandwidth / chip.devices))
-    wire, late = Counter[float](), 0.0  # bytes by rate, and those that nothing hides
+    wire, late = Counter[float](), 0.0  # bytes by rate, and bytes not hidden
     for got in walked.collectives:
         if got.group > 1:
             wire[link_rate(got.members, topology)] += got.total
@@ -192,4 +196,5 @@ def estimate(asked: Ledger, walked: Walked, arithmetic: Flops, memory: Memory, t
 
 
 def in_words(seconds: float) -> str:
+    """Return a time with its unit: us, ms or s."""
     return three_digits(1e6 * seconds, 1000, ("us", "ms", "s"))

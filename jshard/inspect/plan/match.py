@@ -1,4 +1,4 @@
-"""Which collective of a compiled program runs for which line of the ledger."""
+"""The match between lines of the ledger and collectives of a compiled program."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from jshard.kernels.collectives import COLLECTIVES
 def paired(
     ledger: Ledger, found: Iterable[CompiledCollective], sizes: Mapping[str, int]
 ) -> tuple[list[Ask], list[RunArray], Pairs]:
-    """All lines, all arrays that run, and who goes with whom: by collective, mesh axes, bytes and the signal that XLA's name
-    stack tells, then with one of these let go after the other. What a kernel moves itself runs unseen."""
+    """Return all ledger lines, all running arrays, and their pairs. A pair agrees in collective,
+    mesh axes, bytes and the signal in XLA's name stack; later passes drop these conditions in turn.
+    Traffic inside kernels is invisible to XLA and is left out."""
     every = [Ask(line) for line in ledger.lines]
     asked = [ask for ask in every if ask.line.declared is None]
     got = [RunArray(one, number, sizes) for one in found for number in range(len(one.payloads))]
@@ -45,7 +46,7 @@ def paired(
 
 
 class Ask:
-    """A line of the ledger, and how many of its runs are not yet accounted for."""
+    """A line of the ledger, with the number of its runs not yet matched."""
 
     def __init__(self, line: Line):
         self.line = line
@@ -55,7 +56,7 @@ class Ask:
 
 
 class RunArray:
-    """One array of a collective that runs, and how many of its runs are not yet accounted for."""
+    """An array of a running collective, with the number of its runs not yet matched."""
 
     def __init__(self, got: CompiledCollective, number: int, sizes: Mapping[str, int]):
         self.got, self.number = got, number
@@ -68,13 +69,13 @@ class RunArray:
         self.wire = COLLECTIVES[got.collective].wire(self.payload, got.group)
 
 
-# -- who goes with whom --
+# -- conditions of a pair --
 
 
 def _axes(ask: Ask, run: RunArray) -> bool:
     if not run.axes:
         return ask.line.group == run.got.group
-    is_along = set(run.axes) < set(ask.axes) and run.got.collective == "permute"  # a ring may go along some of them
+    is_along = set(run.axes) < set(ask.axes) and run.got.collective == "permute"  # a ring along some axes
     return is_along or set(ask.axes) == set(run.axes)
 
 
@@ -95,7 +96,7 @@ def _signal(ask: Ask, run: RunArray) -> bool:
 
 
 def _unsigned(ask: Ask, run: RunArray) -> bool:
-    """XLA has lost the name, or kept one of several."""
+    """Return True if XLA has lost the name, or kept only part of several."""
     return run.is_joined or not run.cause.path
 
 
@@ -125,16 +126,21 @@ PASSES: list[tuple[tuple[Callable[[Ask, RunArray], bool], ...], str]] = [
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
+    """A ledger line and its running array."""
+
     ask: Ask
     run: RunArray
     times: int
     how: str
-    wire: int  # bytes of once that are this line's
-    hidden: float  # share of them
+    wire: int  # this line's bytes in one run
+    hidden: float  # the hidden share of them
 
 
 class Pairs(list[Pair]):
+    """The pairs of ledger lines and running arrays."""
+
     def add(self, ask: Ask, run: RunArray, how: str) -> None:
+        """Pair as many runs as both sides have left."""
         times = min(ask.left, run.left)
         ask.left -= times
         run.left -= times
@@ -142,7 +148,7 @@ class Pairs(list[Pair]):
 
 
 def _across(run: RunArray, asked: list[Ask], pairs: Pairs) -> None:
-    """One all-reduce over several mesh axes, where one was asked for along each: a sum of a sum."""
+    """Pair an all-reduce over several mesh axes with ledger lines along each axis: a sum of sums."""
     parts: list[Ask] = []
     missing = set(run.axes)
     for ask in asked:
@@ -163,7 +169,7 @@ def _across(run: RunArray, asked: list[Ask], pairs: Pairs) -> None:
 
 
 def _joined(run: RunArray, asked: list[Ask], pairs: Pairs) -> None:
-    """An array that carries several that were asked for, one behind the other."""
+    """Pair an array with the ledger lines of the arrays concatenated in it."""
     smaller = [ask for ask in asked if _kind(ask, run) and ask.elements < run.elements]
     open_ = [ask for ask in smaller for _ in range(min(ask.left // run.left, run.elements // max(1, ask.elements)))]
     several = _sum(open_, run.elements)
@@ -176,7 +182,7 @@ def _joined(run: RunArray, asked: list[Ask], pairs: Pairs) -> None:
 
 
 def _sum(asked: list[Ask], elements: int, limit: int = 4096) -> list[Ask]:
-    """Some of them whose sizes add up to `elements`, those that come first in the program; [] when none do."""
+    """Return the first lines in program order with sizes that add up to `elements`; [] if there are none."""
     sums: dict[int, list[Ask]] = {0: []}
     for ask in asked:
         for total, chosen in list(sums.items()):
@@ -189,7 +195,7 @@ def _sum(asked: list[Ask], elements: int, limit: int = 4096) -> list[Ask]:
 
 
 def _split(ask: Ask, got: list[RunArray], pairs: Pairs) -> None:
-    """One that runs as several of its kind: smaller ones, or one after the other along its mesh axes."""
+    """Pair a line with several runs of its kind: smaller arrays, or sums along its mesh axes in turn."""
     parts = [run for run in got if run.left and _kind(ask, run) and _signal(ask, run) and run.elements < ask.elements]
     if sum(run.elements for run in parts) != ask.elements:
         parts = _along_each(ask, got)
@@ -205,7 +211,8 @@ def _split(ask: Ask, got: list[RunArray], pairs: Pairs) -> None:
 
 
 def _along_each(ask: Ask, got: list[RunArray]) -> list[RunArray]:
-    """Find the sums inside slices and between them that one over all these mesh axes runs as. A TPU fills up 128 lanes."""
+    """Return the sums inside and between slices for a sum over all mesh axes of a line. A TPU fills
+    up 128 lanes."""
     parts: list[RunArray] = []
     missing = set(ask.axes)
     for run in got:
@@ -218,7 +225,7 @@ def _along_each(ask: Ask, got: list[RunArray]) -> list[RunArray]:
 
 
 def _in_other_words(ask: Ask, got: list[RunArray], pairs: Pairs) -> None:
-    """One that the compiler does by others of another kind under the same signal: a gather by permutes around a ring."""
+    """Pair a line with collectives of another kind under its signal: a gather by permutes around a ring."""
     others = [run for run in got if run.left and _signal(ask, run) and _axes(ask, run) and run.cause.path]
     if others:
         kinds = sorted({run.got.collective for run in others})

@@ -1,5 +1,5 @@
-"""`jshard.plan(f, *args, topology="v5e:4x4")`: what the compiler makes of a program, for devices that are not there; and
-`jshard.explain(f, *args)`: what a program asks for and, where arrays lie on Auto axes, what XLA's partitioner adds to it."""
+"""`jshard.plan` compiles a program for absent devices; `jshard.explain` lists its collectives. On
+Auto axes, `explain` also lists the collectives that XLA's partitioner adds."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ def plan(
     f: Callable[..., Any], *args: Any, topology: str | None = None, backward: bool | None = None, limit: float = LIMIT,
     **kwargs: object,
 ) -> Plan:  # fmt: skip
-    """`f(*args)` compiled for a topology such as `v5e:4x4`, `v5p:8x8x16`, `v6e:16x16`, `tpu7x:2x2x2`, `h100:8` or `cpu:8`,
-    none of which need be here; without one, for the `jshard.topology` of what is loaded. Arguments are as for `explain`,
-    which also says what `backward` is: arrays and modules as they lie now, or shapes. A program that makes a shard_map
+    """Compile `f(*args)` for a topology: `v5e:4x4`, `v5p:8x8x16`, `v6e:16x16`, `tpu7x:2x2x2`, `h100:8` or `cpu:8`.
+
+    None of its devices need be here. Without a topology, the configuration's `jshard.topology` applies. Arguments are as for
+    `explain`, `backward` included: arrays and modules in their present layouts, or shapes. A program that makes a shard_map
     itself takes its mesh from `jshard.mesh()`.
 
-    The compiler runs in another process, for at most `limit` seconds; what it made is kept, and looked up from then on.
+    The compiler runs in another process, for at most `limit` seconds. Its result is cached.
 
         print(jshard.plan(loss, model, x, topology="v5e:4x4"))
     """
     target = Topology.chosen(topology, configuration())
     if target is None:
         raise JShardError(
-            "jshard.plan is given no topology, and none is loaded",
+            "jshard.plan needs a topology, and the configuration names none",
             hint='write topology="v5e:4x4", or topology: v5e:4x4 under jshard in the configuration',
         )
     here = Traced(f, args, kwargs)
@@ -68,7 +69,7 @@ def plan(
 def planned(
     program: Any, args: Any, kwargs: Any, ledger: Ledger, topology: Topology, mesh: Any, *, limit: float = LIMIT
 ) -> Plan:
-    """The plan of a jitted program of shapes that lie on absent meshes, of which `ledger` says what it asks for."""
+    """Return the plan of a jitted program of shapes on absent meshes, with its ledger."""
     with as_user_error("it is traced"):
         export = exported(program, args, kwargs, topology)
     key = plans.key(export)
@@ -96,7 +97,7 @@ def planned(
 
 
 def mesh_on(topology: Topology, present: Configuration) -> Any:
-    """The mesh of a configuration, of the devices of a topology."""
+    """Return the mesh of a configuration on the devices of a topology."""
     assert present.mesh is not None
     sizes = dict(zip(present.mesh.names, present.mesh.sizes, strict=True))
     sizes = fitted(sizes, present.mesh.place, topology.name, topology.place, topology.slices)
@@ -105,7 +106,7 @@ def mesh_on(topology: Topology, present: Configuration) -> Any:
 
 @contextlib.contextmanager
 def moved_to(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Put the configuration that is loaded, if any, on this mesh."""
+    """Put the loaded configuration, if any, on this mesh."""
     present = configuration()
     with on_mesh(mesh) if present is not None and present.mesh is not None else contextlib.nullcontext():
         yield
@@ -116,21 +117,21 @@ def _of_topology(mesh: Any, topology: Topology) -> Any:
 
 
 def _away(topology: Topology, arrays: list[Any]) -> Any:
-    """The mesh that programs are traced over: that of the configuration, else that of the arguments, else one axis."""
+    """Return the mesh to trace over: the mesh of the configuration or of the arguments, else one
+    axis of all devices."""
     present = configuration()
     if present is not None and present.mesh is not None:
         return mesh_on(topology, present)
     meshes = dict.fromkeys(each.mesh for each in map(_sharding, arrays) if each is not None)
     if not meshes:
         return _of_topology(absent_mesh({"devices": topology.devices}, axis_types="auto"), topology)
-    mesh = next(iter(meshes))
-    return _twin(mesh, topology)
+    return _twin(next(iter(meshes)), topology)
 
 
 def _twin(mesh: Any, topology: Topology) -> Any:
     if mesh.size != topology.devices:
         raise JShardError(
-            f"an argument lies on a mesh of {mesh.size} devices, {sizes_of(mesh)}, and {topology.name} has "
+            f"an argument is on a mesh of {mesh.size} devices, {sizes_of(mesh)}, and {topology.name} has "
             f"{topology.devices:,}",
             hint=hint_of(mesh.size, topology.name, "use topology=", "the sizes of the mesh"),
         )
@@ -144,7 +145,8 @@ def _sharding(leaf: object) -> NamedSharding | None:
 
 
 def on_absent(array: Shaped, away: Any, topology: Topology) -> Any:
-    """A shape that lies on the absent devices as the array lies now: whole where it lies on one device."""
+    """Return the shape of an array in its present layout, on absent devices; whole if it is on a
+    single device."""
     if not is_array(array):
         return array
     sharding, mesh, spec = _sharding(array), away, PartitionSpec()
@@ -155,8 +157,9 @@ def on_absent(array: Shaped, away: Any, topology: Topology) -> Any:
 
 
 def program_of(traced: Traced, backward: bool | None) -> tuple[Any, Any, Any]:
-    """What is compiled: the function itself, when it is jitted and takes nothing but arrays, so that what it donates is
-    donated; else its arrays in and out, and their gradients as `explain` says."""
+    """Return the program to compile: the jitted function itself, so that it donates, if it takes
+    arrays alone. Otherwise the program takes and returns flat arrays, with gradients as `explain`
+    adds them."""
     if traced.lacks_backward(backward):
         return jax.jit(traced.call_with_gradients), (traced.arrays,), {}
     f, args, kwargs = traced.given
@@ -173,18 +176,19 @@ def _compilers(topology: Topology) -> str:
     return ", ".join([f"jax {jax.__version__}", *versions])
 
 
-# -- explain: what is asked for, and what XLA adds --
+# -- explain --
 
 
 def explain(f: Callable[..., Any], *args: object, backward: bool | None = None, **kwargs: object) -> Ledger:
-    """Every collective of `f(*args)`: those that it asks for, each with the YAML line that asked, and on Auto axes those that
-    XLA adds, each with your source line and operation and the signal nearest to it.
+    """Return every collective of `f(*args)`, each with the YAML line that asks for it.
 
-    Arguments are arrays, `jax.ShapeDtypeStruct`s, NNX modules and pytrees of them; `f` may be jitted, or a module. With
-    `backward` left out, a function that holds a gradient already (a training step) is read as it is, and any other is
-    read with the gradients of every floating-point array among its arguments. With an optimizer among the arguments, the
-    ledger also says what is held between steps. Nothing runs; only what lies on Auto axes is compiled, for pretended devices
-    where those of its mesh are not here.
+    On Auto axes the ledger adds the collectives of XLA, each with your source line, its operation and the nearest signal.
+
+    Arguments are arrays, `jax.ShapeDtypeStruct`s, NNX modules and pytrees of them; `f` may be jitted, or a module. Without
+    `backward`, a function that already holds a gradient (a training step) is read as it is, and any other function with the
+    gradients of all floating-point arrays among its arguments. With an optimizer among the arguments, the ledger also lists
+    the memory held between steps. Nothing runs. Only a program on Auto axes is compiled, for pretended devices if the
+    devices of its mesh are not here.
 
         print(jshard.explain(loss, model, x))
     """
@@ -193,8 +197,8 @@ def explain(f: Callable[..., Any], *args: object, backward: bool | None = None, 
 
 
 def with_added(ledger: Ledger, traced: Traced, backward: bool | None = None) -> Ledger:
-    """The ledger of a program with what the compiler adds to it; as it is on explicit axes, and on slices of the devices, which
-    no one program spans."""
+    """Return the ledger with the compiler's own collectives on Auto axes. It is unchanged on
+    explicit axes, and on slices of the devices, which no single program spans."""
     meshes = traced.meshes or {present_mesh()}
     mesh = next(iter(meshes))
     if not ledger.is_auto or len(meshes) > 1 or mesh is None or mesh.size == 1:
@@ -202,7 +206,7 @@ def with_added(ledger: Ledger, traced: Traced, backward: bool | None = None) -> 
     with as_user_error("it is compiled"):
         if isinstance(mesh, Mesh):
             platform, (program, args, kwargs) = mesh.devices.flat[0].platform, program_of(traced, backward)
-            with compilation_cache_include_metadata_in_key(True):  # another program's lines would be no use
+            with compilation_cache_include_metadata_in_key(True):  # its text needs this program's source lines
                 text = program.lower(*args, **kwargs).compile().as_text()
         else:
             platform, topology = "cpu", Topology.of(f"cpu:{mesh.size}")
@@ -214,7 +218,7 @@ def with_added(ledger: Ledger, traced: Traced, backward: bool | None = None) -> 
 
 
 def _added(ledger: Ledger, text: str, sizes: Mapping[str, int], compiler: str) -> Iterator[Line]:
-    """A line for each array that a collective carries which no line of the ledger asked for."""
+    """Yield a line for each array of a running collective without a ledger line."""
     for run in paired(ledger, collectives_in(text), sizes)[1]:
         if run.left and run.got.group > 1:
             yield Line(

@@ -1,4 +1,4 @@
-"""What a plan holds, and how it is told: as a page of text, as one JSON document with a version."""
+"""The result of planning: a page of text, and a JSON document with a version."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ from jshard.printing.table import Block, Rows, Shown
 from jshard.printing.units import size
 
 SCHEMA = "jshard.plan/1"
-NUMBERS = (5, 6, 7, 8)  # the columns of a row that stand to the right
+NUMBERS = (5, 6, 7, 8)  # the right-aligned columns of a row
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Shown):
-    """What was asked, what the compiler made of it, what memory it needs and what time a model gives. It prints as a page."""
+    """A program's ledger, its compiled collectives, its memory, and its time by a model. It prints
+    as a page."""
 
     topology: Topology
     mesh: Mapping[str, int]
     asked: Ledger
     got: tuple[CompiledCollective, ...]
-    comparison: Comparison | None  # None when the program was too large to be compiled to its end
+    comparison: Comparison | None  # None if the program was too large to compile
     memory: Memory
     estimate: Estimate | None
     compilers: str  # jax 0.10.2, libtpu 0.0.42.1
-    seconds: float  # that the compilation took, when it was made
+    seconds: float  # the time of the compilation
     cached: bool
     compiled: Compiled
 
     @property
     def text_of_program(self) -> str:
-        """The compiled text; "" when the program was too large."""
+        """The compiled text; "" if the program was too large."""
         return self.compiled.text
 
     def blocks(self) -> Iterator[Block]:
-        """One section for each question, the answer to it last."""
+        """Yield a section for each question, its answer last."""
         yield self._heading()
         for section in (self._wire, self._memory, self._time):
             yield ""
@@ -52,13 +53,13 @@ class Plan(Shown):
 
     def _heading(self) -> str:
         mesh = " x ".join(f"{name} {count:,}" for name, count in self.mesh.items())
-        when = ", looked up (it took {} when it was made)" if self.cached else " in {}"
+        when = ", cached (it took {} to compile)" if self.cached else " in {}"
         return f"{self.topology}, mesh {mesh}, compiled by {self.compilers}{when.format(f'{self.seconds:.1f} s')}"
 
     def _wire(self) -> Iterator[Block]:
         if self.comparison is None:
             asked = f"{size(self.asked.total)} on the wire per device asked"
-            yield f"wire: {asked}; what would run is not known, as the program was not compiled to its end"
+            yield f"wire: {asked}; the program was too large to compile, so nothing is known of its run"
             return
         comparison, asked = self.comparison, sum(row.asked for row in self.comparison.rows)
         yield Rows([_cells(row) for row in comparison.rows], NUMBERS)
@@ -74,7 +75,7 @@ class Plan(Shown):
             yield self._between_slices()
 
     def _between_slices(self) -> str:
-        """Tell of the bytes that go over the slower network."""
+        """Return a sentence about the bytes on the slower network."""
         chip, found = self.topology.chip, [got for got in self.got if self.topology.spans_slices(got.members)]
         total, late = sum(got.total for got in found), sum(got.total * (1 - got.hidden) for got in found)
         told = f"{size(total)} of it in {sum(got.count for got in found):,} instructions"
@@ -122,7 +123,7 @@ class Plan(Shown):
         yield f"time: {in_words(estimate.seconds)} a step = {MODEL} ({'; '.join(estimate.remarks)})"
 
     def to_json(self) -> str:
-        """One document, its schema named in it."""
+        """Return a JSON document with its schema."""
         comparison, memory, estimate = self.comparison, self.memory, self.estimate
         rows = [] if comparison is None else list(map(document_of, comparison.rows))
         fields = {

@@ -1,4 +1,4 @@
-"""Chips and how many of them: what `v5e:4x4` means, and several slices of it."""
+"""Topologies: chips and their number, as `v5e:4x4`, and slices of them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from jshard.signals.topologies import read_name, written
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """So many chips of a kind, in a shape, once or in several slices."""
+    """A number of chips of a kind, in a shape, in one or several slices."""
 
     name: str  # v5e:4x4
     chip: Chip
     shape: tuple[int, ...]
-    place: Location | None = dataclasses.field(default=None, compare=False)  # where a configuration says so
+    place: Location | None = dataclasses.field(default=None, compare=False)  # its line in a configuration
     slices: int = 1
 
     @classmethod
     def of(cls, name: str, place: Location | None = None, slices: int = 1) -> Topology:
-        """What a name like `v5e:4x4` or `h100:8` means, and where it is written; near names when it means nothing."""
+        """Read a name like `v5e:4x4` or `h100:8`; raise an error with near names if it is unknown."""
         chip, shape = read_name(name)
         return cls(written(name), CHIPS[chip], shape, place, slices)
 
     @classmethod
     def chosen(cls, name: str | None, present: Configuration | None) -> Topology | None:
-        """The one of that name, else that of the configuration, if it has one; of each slice, where its mesh has several."""
+        """Return the topology of this name, or the configuration's, with the slices of the
+        configuration's mesh."""
         slices = 1 if present is None or present.mesh is None else present.mesh.slices
         if present is not None and present.topology is not None and name in (None, present.topology):
             return cls.of(present.topology, present.topology_place, slices)
@@ -41,7 +42,7 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """How many JAX devices it has, in all slices."""
+        """The number of JAX devices, in all slices."""
         return self.slices * self.slice_devices
 
     @property
@@ -49,7 +50,7 @@ class Topology:
         return math.prod(self.shape) * self.chip.devices
 
     def spans_slices(self, members: Iterable[int]) -> bool:
-        """Whether some of these devices are in one slice and some in another."""
+        """Return True if these devices are in several slices."""
         return len({member // self.slice_devices for member in members}) > 1
 
     def __str__(self) -> str:
@@ -62,22 +63,22 @@ class Topology:
 
     @property
     def platform(self) -> str:
-        """The compiler's name for what it compiles for."""
+        """The compiler's name for its target platform."""
         return "cuda" if self.chip.platform == "gpu" else self.chip.platform
 
     @property
     def abstract_device(self) -> AbstractDevice:
-        """What programs that are traced for it see of its devices."""
+        """The device as traced programs see it."""
         cores = self.chip.gpu.get("cores")
         return AbstractDevice(device_kind=self.chip.kind, num_cores=cores, platform=self.chip.platform)
 
     @property
     def target(self) -> dict[str, Any]:
-        """What `get_topology_desc` needs beyond the name."""
+        """The options of `get_topology_desc` besides the name."""
         several = {"num_slices": self.slices} if self.slices > 1 and self.chip.platform == "tpu" else {}
         if self.chip.config:
             return {"chip_config_name": self.chip.config, **several}
-        if self.chip.platform == "tpu" and min(self.shape[:2]) == 1:  # a host has 2x2 chips unless this is said
+        if self.chip.platform == "tpu" and min(self.shape[:2]) == 1:  # the default is 2x2 chips a host
             return {"chips_per_host_bounds": [*(min(size, 2) for size in self.shape[:2]), 1], **several}
         if self.chip.platform != "gpu":
             return several
@@ -86,7 +87,7 @@ class Topology:
 
 
 def _gpu_in_words(chip: Chip) -> str:
-    """XLA's description of a GPU (`GpuTargetConfigProto` as text), by the figures of the table."""
+    """Return XLA's description of a GPU (`GpuTargetConfigProto` as text), by the figures of the table."""
     gpu = chip.gpu
     fields = {
         "threads_per_block_limit": 1024,
@@ -110,6 +111,6 @@ def _gpu_in_words(chip: Chip) -> str:
     device = " ".join(f"{name}: {value}" for name, value in fields.items())
     return (
         f"gpu_device_info {{ {device} cuda_compute_capability {{ major: {gpu['major']} }} "
-        f"device_interconnect_info {{ active_links: {gpu['links']} }} }} "  # with none XLA sums by NCCL whatever the size
+        f"device_interconnect_info {{ active_links: {gpu['links']} }} }} "  # without links XLA always sums by NCCL
         f'platform_name: "CUDA" device_description_str: "{chip.kind}"'
     )

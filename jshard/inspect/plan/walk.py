@@ -1,5 +1,5 @@
-"""A walk through a compiled schedule: what each collective hides behind, and how long one run takes. A model of it, never
-measured (docs/design/0019-schedule.md)."""
+"""A walk through a compiled schedule: the hidden share of each collective and the time of a step.
+It is a model, never a measurement (docs/design/0019-schedule.md)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from jshard.kernels.collectives import COLLECTIVES
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')  # of a dot, of a call of cuBLAS
 SLICES = ("dynamic-slice", "slice", "gather")
-WRITES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written into the first, in its place
+WRITES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is written into the first, in place
 
 
 @dataclasses.dataclass(frozen=True)
 class Walked:
-    """The collectives of a program, each with the share of it that is hidden, and the seconds that a device works and waits."""
+    """The collectives of a program with their hidden shares, and the seconds of work and waiting on
+    a device."""
 
     collectives: tuple[CompiledCollective, ...]
     work: float = 0.0
@@ -34,7 +35,8 @@ class Walked:
 
 
 def walked(text: str, topology: Topology) -> Walked:
-    """Walk through a compiled program. On devices without figures nothing takes time, and nothing is hidden."""
+    """Walk through a compiled program. On devices without figures nothing takes time, and nothing
+    is hidden."""
     program = HloProgram(text)
     events = schedule_of(program)
     found = tuple(collectives_of(events))
@@ -53,8 +55,8 @@ def walked(text: str, topology: Topology) -> Walked:
 
 
 def wire_seconds(collective: CompiledCollective, topology: Topology) -> float:
-    """How long one run takes on links of its own, between slices with a hop for each time that all wait for a neighbour;
-    nothing for a group of one."""
+    """Return the time of a run on free links; between slices each step of the collective adds a
+    hop. A group of 1 takes none."""
     if not collective.count or not collective.total:
         return 0.0
     seconds = collective.total / collective.count / link_rate(collective.members, topology)
@@ -63,8 +65,9 @@ def wire_seconds(collective: CompiledCollective, topology: Topology) -> float:
 
 
 def link_rate(members: Sequence[int], topology: Topology) -> float:
-    """Bytes a second that a device can send in a collective. A TPU: a ring along one axis of the torus, both ways, shared
-    by the devices of a chip; the network between slices. A GPU: NVLink within a host, the network between hosts."""
+    """Return the bytes a second of a device in a collective. A TPU sends both ways around a ring
+    along one axis of the torus, whose links the devices of a chip share, and over the network
+    between slices. A GPU sends by NVLink within a host, and over the network between hosts."""
     chip = topology.chip
     if topology.spans_slices(members):
         return chip.between_hosts / chip.devices
@@ -76,28 +79,31 @@ def link_rate(members: Sequence[int], topology: Topology) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Transfer:
-    """One run of a collective: when its bytes are on the wire."""
+    """A run of a collective: the time of its bytes on the wire."""
 
     collective: CompiledCollective
     begin: float
     end: float
 
     def moved(self, seconds: float) -> _Transfer:
+        """Return the transfer shifted by some seconds."""
         return dataclasses.replace(self, begin=self.begin + seconds, end=self.end + seconds)
 
 
 class _StepClock:
-    """Time passes by work and by waiting. A collective is on the wire from its start, or when those before it have left its
-    links; what of that passes while the device waits is not hidden, whichever collective it waits for."""
+    """A clock of a device: work and waiting advance it. A collective is on the wire from its start,
+    or from the end of earlier ones on its links. Its seconds while the device waits, for any
+    collective, are not hidden."""
 
     def __init__(self, seconds_of: Callable[[Work], float], topology: Topology):
         self.seconds_of, self.topology = seconds_of, topology
         self.now = self.work = 0.0
-        self.flight: list[_Transfer] = []  # that have not ended
-        self.open: dict[str, float] = {}  # when what has begun under a name, and was not waited for, ends
-        self.late: dict[int, float] = defaultdict(float)  # seconds of each collective, by identity, that passed waiting
+        self.flight: list[_Transfer] = []  # transfers on the wire
+        self.open: dict[str, float] = {}  # the end of each started transfer not yet waited for, by name
+        self.late: dict[int, float] = defaultdict(float)  # seconds not hidden, by the collective's identity
 
     def run(self, events: Iterable[Event]) -> None:
+        """Advance the clock through events."""
         for event in events:
             match event:
                 case Work():
@@ -114,6 +120,7 @@ class _StepClock:
                     self._longest(event)
 
     def wait(self, until: float) -> None:
+        """Advance to a time, and count the transfers until then as not hidden."""
         for each in self.flight:
             self.late[id(each.collective)] += max(0.0, min(each.end, until) - max(each.begin, self.now))
         self._pass(max(until, self.now))
@@ -130,14 +137,15 @@ class _StepClock:
             self.open[name] = max(self.open.get(name, 0.0), begin + seconds)
 
     def _share_links(self, one: CompiledCollective, other: CompiledCollective) -> bool:
-        """Along other axes of a torus lie other links, and to other slices goes a network; a GPU sends all it sends by the
-        same, to its host or beyond."""
+        """Return True if two collectives use the same links. Axes of a torus have links of their
+        own, and slices a network. A GPU sends everything by the same link, within its host or
+        beyond."""
         if self.topology.chip.axes and not self.topology.spans_slices((*one.members, *other.members)):
             return len(set(one.members) & set(other.members)) > 1
         return link_rate(one.members, self.topology) == link_rate(other.members, self.topology)
 
     def _loop(self, loop: Loop) -> None:
-        """Walk trip by trip, until one ends as the trip before it did: the others are like it."""
+        """Walk trip by trip until a trip ends in the state of the trip before; the others repeat it."""
         before = None
         for trip in range(loop.trips):
             now, work, late = self.now, self.work, dict(self.late)
@@ -155,7 +163,7 @@ class _StepClock:
             before = state
 
     def _state(self) -> object:
-        """What decides how the next trip goes, in picoseconds from now."""
+        """Return the state at the end of a trip, in picoseconds from now; it determines the next trip."""
         left = [
             (id(each.collective), round(1e12 * max(0, each.begin - self.now)), round(1e12 * (each.end - self.now)))
             for each in self.flight
@@ -163,8 +171,8 @@ class _StepClock:
         return left, {name: round(1e12 * (end - self.now)) for name, end in self.open.items() if end > self.now}
 
     def _longest(self, event: Branches) -> None:
-        """Go on after the branch that takes longest; what is late in any of them is late. Of one that is taken in some turns of
-        a loop each turn has a share: a device waits while others take it."""
+        """Continue after the longest branch; seconds late in any branch are late. A branch taken in
+        some turns of a loop gets the share of each turn: a device waits while others take it."""
         ends: list[_StepClock] = []
         late: dict[int, float] = defaultdict(float)
         for branch in event.branches:
@@ -180,11 +188,11 @@ class _StepClock:
         vars(self).update(vars(last), late=defaultdict(float, late))
 
 
-# -- how long an instruction takes --
+# -- the time of an instruction --
 
 
 def seconds_by(program: HloProgram, chip: Chip) -> Callable[[Work], float]:
-    """Say of each piece of work how many seconds it takes on `chip`."""
+    """Return a function from a piece of work to its seconds on `chip`."""
     known: dict[int, float] = {}
 
     def seconds(work: Work) -> float:
@@ -194,7 +202,7 @@ def seconds_by(program: HloProgram, chip: Chip) -> Callable[[Work], float]:
 
     def cycles(work: Work) -> int:
         found = CYCLES.search(work.instruction.rest)
-        # Without an estimate: copies that run beside, scalars; kernels are counted by what they declare.
+        # Asynchronous copies and scalars have no estimate; kernels count as they declare.
         return int(found[1]) if found else 0
 
     def at_peak(work: Work) -> float:
@@ -209,7 +217,7 @@ def seconds_by(program: HloProgram, chip: Chip) -> Callable[[Work], float]:
 
 
 def _products(program: HloProgram, computation: Computation, each: Instruction) -> list[tuple[str, float]]:
-    """The products that an instruction does, itself or in what it fuses: dtype of the operands and FLOPs."""
+    """Return the products of an instruction, fused products included: dtype of the operands and FLOPs."""
     found = [
         product
         for called in each.called
@@ -227,7 +235,8 @@ def _products(program: HloProgram, computation: Computation, each: Instruction) 
 
 
 def bytes_moved(program: HloProgram, computation: Computation, each: Instruction) -> int:
-    """The bytes that an instruction reads and writes: of an array that it only slices, or writes a slice of, the slice."""
+    """Return the bytes an instruction reads and writes. Of an array it slices, or updates a slice
+    of, only the slice counts."""
     if each.opcode in WRITES:
         return 2 * _size(computation, each.operands[WRITES[each.opcode]])
     if each.opcode != "fusion":

@@ -97,7 +97,7 @@ def test_plan_is_a_page_and_a_document_and_is_looked_up_the_second_time(monkeypa
 
     again = called_from_elsewhere()
     assert again.cached and str(again.comparison) == str(made.comparison)
-    assert ", looked up (it took " in str(again)
+    assert ", cached (it took " in str(again)
 
 
 def test_a_partitioned_program_is_looked_up_the_second_time_in_one_process():
@@ -133,7 +133,7 @@ def test_mesh_that_does_not_fit_the_topology_is_one_sentence(mesh):
     unload()
     x = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh(data=4, tensor=2), jax.P("data")))
     assert _said(lambda: plan(jnp.sum, x, topology="h100:16")) == (
-        "an argument lies on a mesh of 8 devices, {data: 4, tensor: 2}, and h100:16 has 16; "
+        "an argument is on a mesh of 8 devices, {data: 4, tensor: 2}, and h100:16 has 16; "
         "use topology=h100:8, or make the sizes of the mesh multiply to 16"
     )
 
@@ -150,19 +150,17 @@ def _said(doing) -> str:
         (
             "v5e:4x4",
             "libtpu",
-            'planning for v5e:4x4 compiles with libtpu, which is not installed; type: pip install "jshard[tpu]"',
+            'planning for v5e:4x4 needs libtpu, which is not installed; type: pip install "jshard[tpu]"',
         ),
         (
             "h100:8",
             "jax_plugins",
-            "planning for h100:8 compiles with JAX's CUDA plugin, which is not installed; "
-            'type: pip install "jshard[plan]"',
+            'planning for h100:8 needs JAX\'s CUDA plugin, which is not installed; type: pip install "jshard[plan]"',
         ),
         (
             "cpu:8",
             "flatbuffers",
-            "planning for cpu:8 hands the program on with flatbuffers, which is not installed; "
-            "type: pip install flatbuffers",
+            "planning for cpu:8 needs flatbuffers, which is not installed; type: pip install flatbuffers",
         ),
     ],
 )
@@ -249,7 +247,7 @@ def test_program_that_is_too_large_is_a_verdict(monkeypatch, tmp_path):
     assert told.memory.fits is False
     _, *sections = str(told).split("\n\n")
     assert sections == [
-        "wire: 0 B on the wire per device asked; what would run is not known, as the program was not compiled to its end",
+        "wire: 0 B on the wire per device asked; the program was too large to compile, so nothing is known of its run",
         "memory: does not fit: 18.3 GiB of 15.8 GiB per device (116 %), 2.52 GiB too much",
         "time: no estimate for v5e:4x4, nothing was compiled",
     ]
@@ -337,7 +335,7 @@ def test_program_that_calls_python_can_not_be_planned():
 
     line = f.__code__.co_firstlineno + 1
     assert _said(lambda: plan(f, X, topology="cpu:8", backward=False)) == (
-        f"test_plan.py:{line} calls Python while it runs (debug_print), which can't be planned; "
+        f"test_plan.py:{line} calls Python while it runs (debug_print), so it can't be planned; "
         "take jax.debug.print and other callbacks out"
     )
 

@@ -227,5 +227,5 @@ def test_sequence_parallel_layout_has_no_red_word():
 
 def test_what_a_kernel_declares_is_taken_at_its_word():
     kernel = line("all_reduce", count=2, declared=100)
-    assert words([kernel], []) == [("up", 2, 2, "2 inside a kernel, by its own word")]
+    assert words([kernel], []) == [("up", 2, 2, "2 inside a kernel, as it declares")]
     assert compare(Ledger((kernel,)), [], SIZES).got == 200

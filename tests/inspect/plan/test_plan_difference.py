@@ -103,7 +103,7 @@ def test_plan_that_is_too_large_can_not_be_the_same_program():
     told = compare(side(), side("b.yaml", **large))
     assert str(told).splitlines()[-2:] == [
         "memory: 1,536 B -> 8,192 B (+6,656 B) per device, of 4,096 B: fits -> does not fit",
-        "differs or not: b.yaml is too large and was not compiled to the end, on v5e:4x4",
+        "unknown difference: b.yaml is too large and was not compiled, on v5e:4x4",
     ]
     assert not compare(side(**large), side("b.yaml", **large)).same
 
@@ -145,7 +145,7 @@ def test_plan_without_a_topology_anywhere_is_one_sentence():
     with pytest.raises(JShardError) as told:
         plan(jnp.sum, jax.ShapeDtypeStruct((8,), jnp.float32))
     assert str(told.value) == (
-        'jshard.plan is given no topology, and none is loaded; write topology="v5e:4x4", or topology: v5e:4x4 under jshard '
+        'jshard.plan needs a topology, and the configuration names none; write topology="v5e:4x4", or topology: v5e:4x4 under jshard '
         "in the configuration"
     )
 
@@ -232,7 +232,7 @@ def test_compiler_that_is_not_installed_is_the_same_sentence_for_every_command(c
     monkeypatch.setattr(jshard.inspect.plan.aot, "_there", lambda module: module != "libtpu" and there(module))
     words = ["planned:loss", *(["planned:loss"] if name == "diff" else []), *ARGS]
     assert typed(capsys, name, *words, "--topology", "v5e:2x4") == (
-        2, "", 'planning for v5e:2x4 compiles with libtpu, which is not installed; type: pip install "jshard[tpu]"',
+        2, "", 'planning for v5e:2x4 needs libtpu, which is not installed; type: pip install "jshard[tpu]"',
     )  # fmt: skip
 
 
