@@ -289,7 +289,7 @@ def test_launched_verify_joins_two_processes_of_which_the_first_speaks_and_tells
     status, out, err = finished(torn)
     assert (status, out[0]) == (1, "[0] NOT EQUAL: 1 of 2 arrays differs on {data: 4} and on one device")
     assert re.fullmatch(
-        r"\[0\] on {data: 4} it begins in the part outside every signal \(torn\), forward: off by \S+ of the largest; another "
+        r"\[0\] on {data: 4} the difference begins in the part outside every signal \(torn\), forward: off by \S+ of the largest; another "
         "process has a copy that is off, and this one has not",
         out[1],
     )

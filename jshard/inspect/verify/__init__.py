@@ -1,4 +1,4 @@
-"""Whether a sharded program equals the same program on one device, array by array."""
+"""The proof, array by array, that a sharded program equals the program on one device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a jaxpr holds, read without running it: what stands in the way of a proof, and where numbers are made
-narrower to be summed."""
+"""Facts of a jaxpr, without running it: obstacles to a proof, and numbers cast to lower precision
+for a sum."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from jshard.signals.active_config import configuration
 Names = frozenset[str]
 NONE: Names = frozenset()
 OUTSIDE = Around()
-COMPARISON = "comparison"  # by the order of whole numbers, which none has modulo a prime
-Told = Callable[[Any], Names]  # of an equation
+COMPARISON = "comparison"  # by the order of whole numbers: residues modulo a prime have no order
+Told = Callable[[Any], Names]  # the names told of an equation
 
 
 def stood_in(eqn: Eqn) -> Names:
-    """Return the name of an operation that runs by a stand-in; none of another."""
+    """Return the name of an operation with a stand-in, else no name."""
     name = eqn.primitive.name
     if is_scrambled(eqn):
         return frozenset([name])
@@ -53,7 +53,7 @@ def stood_in(eqn: Eqn) -> Names:
 
 
 def on_the_way(jaxpr: Jaxpr, told: Told) -> list[Names]:
-    """Find for each result what is told of the operations that it is computed by."""
+    """Return, for each result, the names told of the operations before it."""
     return _reached(bare(jaxpr), [NONE] * len(bare(jaxpr).invars), told)
 
 
@@ -69,7 +69,7 @@ def _reached_by(eqn: Eqn, operands: list[Names], told: Told) -> list[Names]:
     if name != "while" and (inside := [_reached(*each, told) for each in bodies(eqn, operands)]):
         chosen_by = operands[0] if name == "cond" else NONE
         return [chosen_by.union(*each) for each in zip(*inside, strict=True)]
-    # a while loop among them: each of its results by all that is in it
+    # each result of a while loop depends on all equations in it
     inside = (told(each) for body in inner(eqn) for each in equations(body))
     return [told(eqn).union(*inside, *operands)] * len(eqn.outvars)
 
@@ -85,8 +85,8 @@ def _reached_in_loop(eqn: Eqn, operands: list[Names], told: Told) -> list[Names]
 
 
 def obstacles(jaxpr: Jaxpr, platform: str) -> dict[int, str]:
-    """Name the operations of a jaxpr that can't be proven in every bit on devices of `platform`, by the `id` of the equation:
-    numbers modulo a prime can't stand for theirs."""
+    """Return the operations without an exact stand-in on `platform`, by the `id` of the equation,
+    in words."""
     found: dict[int, str] = {}
     for outer in bare(jaxpr).eqns:
         for eqn, here in leaves([outer]):
@@ -99,14 +99,14 @@ def obstacles(jaxpr: Jaxpr, platform: str) -> dict[int, str]:
 
 
 def last_bit(jaxpr: Jaxpr) -> float:
-    """Find the coarsest rounding of the operations that have no meaning in 64 bits; zero where there is none."""
+    """Return the coarsest rounding of the operations in their own dtypes; 0 if there are none."""
     kept = (eqn for eqn, _ in leaves(bare(jaxpr).eqns) if keeps_its_dtypes(eqn))
     avals = (variable.aval for eqn in kept for variable in (*eqn.invars, *eqn.outvars) if is_inexact(variable.aval))
     return max((float(jnp.finfo(aval.dtype).eps) for aval in avals), default=0.0)
 
 
 def leaves(eqns: Sequence[Any], around: Around = OUTSIDE) -> Iterator[tuple[Any, Around]]:
-    """Every equation that runs by itself, and every while loop, with what is around it."""
+    """Yield the equations outside calls and bodies, and every while loop, with their contexts."""
     for eqn in eqns:
         here, name = around.entering(eqn), eqn.primitive.name
         held = name in ("shard_map", "scan", "while", "cond") or called(eqn) is not None
@@ -117,7 +117,7 @@ def leaves(eqns: Sequence[Any], around: Around = OUTSIDE) -> Iterator[tuple[Any,
 
 
 def narrowed_for_a_sum(jaxpr: OpenJaxpr) -> set[Any]:
-    """What is made narrower only to be summed over devices: a reduction in a lower precision than its terms."""
+    """Return the variables cast to lower precision only to be summed over devices."""
     readers: dict[Any, list[Any]] = {}
     for eqn in jaxpr.eqns:
         for variable in variables(eqn.invars):
@@ -144,7 +144,7 @@ def narrowed_for_a_sum(jaxpr: OpenJaxpr) -> set[Any]:
 
 
 def asked_dtypes(path: tuple[str, ...]) -> frozenset[str]:
-    """Return the dtypes that the signal of this path asks for by name."""
+    """Return the dtypes named by the signal of this path."""
     present = configuration()
     if present is None or not path:
         return frozenset()

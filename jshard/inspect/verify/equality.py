@@ -1,4 +1,5 @@
-"""`jshard.verify(f, *args)`: the same program on the configured mesh and on a mesh of ones, held against each other."""
+"""`jshard.verify(f, *args)`: a program on the configured mesh, compared with the program on a mesh
+of ones."""
 
 from __future__ import annotations
 
@@ -42,13 +43,12 @@ def verify(
     f: Callable[..., Any], *args: object, backward: bool | None = None, meshes: Sequence[Mapping[str, int]] = (),
     **kwargs: object,
 ) -> Verification:  # fmt: skip
-    """Whether `f(*args)` is the same on the configured mesh as on one device: the value and the gradients of all
-    floating-point arguments, or what a training step returns and leaves behind.
+    """Compare `f(*args)` on the configured mesh with one device: value and gradients, or a training step's results and state.
 
-    Unsharded is the same program on a mesh of the same axes, each of size one. Both run on the same whole numbers modulo a
-    prime instead of the arguments' own, with stand-ins for what has no meaning there (exp, rsqrt), so that equal means equal
-    in every bit; where that can't be had, the line says why, and how large a deviation it would have caught. `meshes` are
-    further sizes to try:
+    The gradients are those of all floating-point arguments. Unsharded means the program on a mesh with axes of size 1. Both
+    sides run on whole numbers modulo a prime in place of the arguments' numbers, with stand-ins for operations without a
+    meaning there (exp, rsqrt), so that equal means equal in every bit. Where this is impossible, the line gives the reason and
+    the largest deviation it could miss. `meshes` are more sizes to try:
 
         print(jshard.verify(loss, model, x, y, meshes=[{"data": 4, "tensor": 2}]))
     """
@@ -80,7 +80,7 @@ def _verified(program: Subject, meshes: Sequence[Mapping[str, int]], tell: Calla
 
 @contextlib.contextmanager
 def _told() -> Iterator[Callable[[str], None]]:
-    """Draw what is being done, on a terminal and while it goes on; on nothing else."""
+    """Show the current work on a terminal; print nothing elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal or jax.process_index():
         yield lambda what: None
@@ -90,18 +90,19 @@ def _told() -> Iterator[Callable[[str], None]]:
 
 
 def _check_own(program: Subject, jaxpr: ClosedJaxpr) -> None:
-    """Arrays that f keeps from outside lie on the configured mesh only."""
+    """Raise if `f` uses a sharded array other than its arguments: it exists on the configured mesh only."""
     for array in jaxpr.consts:
         if isinstance(array, jax.Array) and (devices := len(array.sharding.device_set)) > 1:
             raise JShardError(
-                f"{program.title} uses an array of shape {array.shape} from outside, which lies on {devices} devices and "
+                f"{program.title} uses an array of shape {array.shape} from outside, which is on {devices} devices and "
                 "can't be put on another mesh",
-                hint=f"hand it over as an argument: jshard.verify({program.title}, ..., array)",
+                hint=f"pass it as an argument: jshard.verify({program.title}, ..., array)",
             )
 
 
 def _traced_elsewhere(side: Side) -> None:
-    """Traces on a mesh that the user did not choose. Whoever keeps the configured mesh from outside is told so."""
+    """Trace on a mesh the user did not choose; raise if the program keeps the configured mesh from
+    outside."""
     where = f"{side.program.title} runs on the configured mesh and not on one of {in_words(side.sizes)}"
     hint = "call jshard.mesh() inside it, instead of keeping a mesh from outside"
     try:
@@ -120,7 +121,7 @@ def _traced_elsewhere(side: Side) -> None:
 
 
 def _with_workers() -> JShardError | None:
-    """Make the error of a signal with devices of its own, which no other mesh can stand for."""
+    """Return the error for a signal with workers of its own: no other mesh can stand for them."""
     present = configuration()
     assert present is not None
     for signal in present.signals.values():
@@ -144,14 +145,14 @@ class _Trial:
         self.exactly = Evaluation(self.modulus, platform=platform)
         self.truly = Evaluation(wide=True)
         self.last_bit = max(map(last_bit, jaxprs))
-        # What has to cancel, and stands as 0, is held by the true operations alone.
+        # Only the true operations test numbers that must cancel: on whole numbers 0 stands for them.
         self.has_cancelling = any(is_cancelling(eqn) for jaxpr in jaxprs for eqn in equations(jaxpr))
 
     def _why(self, platform: str, jaxprs: Sequence[Any]) -> list[str]:
-        """For each result that is made, why it can't be proven in every bit; "" where it can."""
+        """Return, for each computed result, the reason why it can't be proven in every bit, or ""."""
         made = self.reference.trace()[2]
         if self.modulus is None:
-            return ["a sum has more terms than any modulus allows"] * len(made)
+            return ["a sum has too many terms for any modulus"] * len(made)
         why = [""] * len(made)
         for jaxpr in jaxprs:
             if not (found := obstacles(jaxpr, platform)):
@@ -171,22 +172,22 @@ class _Trial:
 
     @functools.cached_property
     def stood_in(self) -> list[str]:
-        """The names of the operations that run by a stand-in."""
+        """The names of the operations with a stand-in."""
         eqns = equations(self.reference.trace()[0])
         return sorted({name for eqn in eqns for name in stood_in(eqn)} - {COMPARISON})
 
     @functools.cached_property
     def on_the_way(self) -> list[tuple[str, ...]]:
-        """For each result that is made, the operations before it that run by a stand-in."""
+        """The operations with a stand-in before each computed result."""
         jaxpr, _, made = self.reference.trace()
         reached = on_the_way(jaxpr, stood_in)
         return [tuple(sorted(reached[n])) for n in made]
 
     @functools.cached_property
     def natural(self) -> tuple[list[np.ndarray], float, list[float]]:
-        """The reference's results by the true operations in 64 bits, the tolerance that operations of fewer bits allow, and
-        what each of the results allows: rounding may move it as far as it moves when the numbers that go in are moved alike.
-        """
+        """The reference's results by the true operations in 64 bits, the general tolerance, and the
+        tolerance of each result. A result's tolerance is how far it moves when the inputs are moved
+        by a rounding error."""
         numbers = self.program.natural()
         results, _ = self.reference.run(self.truly, numbers)
         tolerance = max(ROUNDING, 4 * self.last_bit)
@@ -199,13 +200,15 @@ class _Trial:
 
     @property
     def words(self) -> str:
+        """The sentence about the probes."""
         if self.modulus is None:
-            return f"probes: none is exact (because: {self.why[0]}), so numbers near the arguments' own"
+            return f"probes: numbers near the arguments' own, as none is exact (because: {self.why[0]})"
         stand_ins = f"; stand-ins for {', '.join(self.stood_in)}" if self.stood_in else ""
         draws = f"probes: whole numbers modulo {self.modulus}, {len(SEEDS)} draws"
         return f"{draws}, every sum exact in any order{stand_ins}"
 
     def against(self, side: Side) -> tuple[list[Finding], FirstDivergence | None]:
+        """Return the findings of a side against the reference, and the first divergence if they differ."""
         _, names, made = self.reference.trace()
         names = [names[n] for n in made]
         differs, seen = [False] * len(names), list(map(bool, self.why))
@@ -220,7 +223,7 @@ class _Trial:
             seen = [before or bool(np.any(one)) for before, one in zip(seen, reference, strict=True)]
             failed = seed if failed is None and any(differs) else failed
         verdicts = [("bitwise", 0.0, 0.0, "")] * len(names)
-        if any(self.why) or failed is not None or self.has_cancelling:  # how far it is by the true operations
+        if any(self.why) or failed is not None or self.has_cancelling:  # compare by the true operations too
             reference, _, allowed = self.natural
             offs = _offs(reference, side.run(self.truly, self.program.natural())[0])
             for n, (far, most, why, stand_ins) in enumerate(zip(offs, allowed, self.why, self.on_the_way, strict=True)):
@@ -243,7 +246,8 @@ class _Trial:
         return findings, self._begin(side, findings, failed)
 
     def dropped(self, side: Side) -> tuple[list[Finding], str]:
-        """Find the variables that a plain call changes and this one does not; or say why that is not known."""
+        """Return the variables changed by a plain call but not by this call, or the reason why they
+        are unknown."""
         if not self.program.traced.nodes:
             return [], ""
         _, names, made = side.trace()
@@ -270,22 +274,22 @@ class _Trial:
     def _changes(
         self, name: str, one: np.ndarray, two: np.ndarray, numbers: list[Any]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of what is left behind, by how much it was changed: that tells more of an update than the parameter it is
-        added to."""
+        """Return the change of a variable in place of its value: it shows more of an update than
+        the parameter does."""
         if not name.endswith(" after") or one.dtype.kind not in "fi" or one.shape != two.shape:
             return one, two
         before = np.asarray(numbers[self.program.names.index(name.removesuffix(" after"))]).astype(np.float64)
         return one.astype(np.float64) - before, two.astype(np.float64) - before
 
     def _phase(self, name: str) -> str:
-        """Of a result. What an optimizer leaves behind, and the parameters that it gives to the next step, it makes in its
-        update."""
+        """Return the phase of a result: with an optimizer, parameters and state after a call belong
+        to its update."""
         if name.startswith("gradient of "):
             return "backward"
         return "update" if self.program.of_optimizers and name.endswith(" after") else "forward"
 
     def _begin(self, side: Side, findings: list[Finding], seed: int | None) -> FirstDivergence:
-        """The program again, listening to what each signal hands on."""
+        """Run the program again, noting the outputs of signals, and return the first divergence."""
         modulus = None if seed is None or any(self.why) else self.modulus
         numbers = self.program.natural() if modulus is None or seed is None else self.program.probes(modulus, seed)
         how = dataclasses.replace(self.truly if modulus is None else self.exactly, listen=True)
@@ -299,13 +303,14 @@ class _Trial:
                 allowed = 0.0 if modulus is not None else finding.tolerance
                 likeness = compared(*self._changes(finding.name, one, two, numbers), side.sizes, allowed, modulus)
                 cause = blamed(finding.cause, likeness.mesh_axes)
-                looks = likeness.cause or "another process has a copy that is off, and this one has not"
+                looks = likeness.cause or "another process has a copy that is off; this process has not"
                 return FirstDivergence(side.sizes, cause, finding.off, looks)
         raise AssertionError("something differed, and then nothing did")
 
 
 def _offs(reference: Sequence[np.ndarray], results: Sequence[np.ndarray], modulus: int | None = None) -> list[float]:
-    """How far each result is off on any process, so that all go on alike: each has read its own copy of what is replicated."""
+    """Return the largest deviation of each result over all processes: each process has compared its
+    own replicas."""
     offs = [_off(*pair, modulus) for pair in zip(reference, results, strict=True)]
     return offs if jax.process_count() == 1 else process_allgather(np.array(offs)).max(0).tolist()
 
@@ -318,4 +323,4 @@ def _off(one: np.ndarray, two: np.ndarray, modulus: int | None = None) -> float:
     one, two = one.astype(np.float64), two.astype(np.float64)
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         return 0.0 if np.array_equal(one, two, equal_nan=True) else float("inf")
-    return relative(one, two, modulus) or 1.0  # whole numbers of the program's own may differ by the modulus
+    return relative(one, two, modulus) or 1.0  # the program's own integers may differ by the modulus

@@ -1,4 +1,5 @@
-"""Where two runs of one program begin to differ, and what it looks like: which sum is missing, too many or too coarse."""
+"""The place where two runs of a program begin to differ, and the likely mistake: a sum missing,
+extra or too coarse."""
 
 from __future__ import annotations
 
@@ -17,17 +18,17 @@ from jshard.programs.provenance import Cause
 from jshard.signals.keys import blamed
 
 LOW_BITS = 2.0**-6
-LOW_RESIDUES = 2.0**-4  # of half the modulus: what numbers rounded to multiples of eight leave in a sum
+LOW_RESIDUES = 2.0**-4  # of half the modulus: the error of a sum of numbers rounded to multiples of eight
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstDivergence:
-    """The first place whose output differs. `off` is relative to the largest magnitude there."""
+    """The first place with a different output. `off` is relative to the largest magnitude there."""
 
     mesh: Mapping[str, int]
     cause: Cause
     off: float
-    looks: str  # like what kind of mistake
+    looks: str  # the likely mistake
 
     def __str__(self) -> str:
         who = f'signal "{self.cause.signal}"' if self.cause.path else "the part outside every signal"
@@ -38,8 +39,9 @@ class FirstDivergence:
 
 @dataclasses.dataclass(frozen=True)
 class Likeness:
-    """How one value compares: equal; partial, where devices hold terms of a sum over `mesh_axes`; differs; or unknown, where
-    shapes can't be compared: what a shard_map keeps for its own backward."""
+    """The result of a comparison: equal, differs, partial or unknown. partial: devices hold terms
+    of a sum over `mesh_axes`. unknown: shapes can't be compared, as for the residuals of a
+    shard_map."""
 
     kind: str
     off: float = 0.0
@@ -50,12 +52,10 @@ class Likeness:
 def beginning(
     reference: Sequence[Note], other: Sequence[Note], mesh: Mapping[str, int], tolerance: float, modulus: int | None = None
 ) -> FirstDivergence | None:  # fmt: skip
-    """The first signal, in program order, whose output is not that of the reference; None when there is none. With a
-    `modulus` numbers are compared modulo that.
-
-    What one device holds in the midst of a shard_map may rightly be like nothing in the reference: a term of a sum, a
-    maximum of its own part. It is suspected only if no equal value comes between it and one that is wrong for certain.
-    """
+    """Return the first signal, in program order, with an output unlike the reference's; None if
+    there is none. With a `modulus`, numbers are compared modulo it. Inside a shard_map a device may
+    rightly hold a value unlike any in the reference: a term of a sum, a maximum of its shard. It
+    counts only if no equal value lies between it and a surely wrong one."""
     suspects: list[tuple[Note, Likeness]] = []
     for one, two in _pairs(reference, other):
         likeness = likeness_of(one, two, mesh, tolerance, modulus)
@@ -69,8 +69,9 @@ def beginning(
 
 
 def _first_of(suspects: Sequence[tuple[Note, Likeness]], mesh: Mapping[str, int]) -> FirstDivergence:
-    """It begins under the signal of the first suspect. What it looks like is told by the first of that signal's values
-    that says something, else by the last that is only terms of a sum: that one went on without being summed."""
+    """Return the divergence under the signal of the first suspect. Its likely mistake is the first
+    conclusive one of that signal, else that of the last unsummed terms, which were used without a
+    sum."""
     cause = suspects[0][0].where.cause
     there = [likeness for note, likeness in suspects if note.where.cause.is_like(cause)]
     telling = [
@@ -83,7 +84,8 @@ def _first_of(suspects: Sequence[tuple[Note, Likeness]], mesh: Mapping[str, int]
 
 
 def _pairs(reference: Sequence[Note], other: Sequence[Note]) -> Iterator[tuple[Note, Note]]:
-    """Pair what was noted at the same place in both, in the order of the other: the last of each, where one has more."""
+    """Yield pairs of notes from the same place, in the order of `other`; of a place with more
+    notes, the last."""
     waiting: dict[Any, collections.deque[Note]] = {}
     for note in reference:
         waiting.setdefault(_at(note), collections.deque()).append(note)
@@ -99,6 +101,7 @@ def _pairs(reference: Sequence[Note], other: Sequence[Note]) -> Iterator[tuple[N
 
 
 def _at(note: Note) -> Any:
+    """Return the place of a note, as a key."""
     where = note.where
     cause = where.cause
     primitive = "psum_invariant" if where.primitive == "one_device_sum" else where.primitive
@@ -106,6 +109,7 @@ def _at(note: Note) -> Any:
 
 
 def likeness_of(one: Note, two: Note, mesh: Mapping[str, int], tolerance: float, modulus: int | None) -> Likeness:
+    """Compare a noted value with its reference, under every way to assemble the devices' parts."""
     full = np.asarray(one.value).astype(np.float64)
     lead = two.where.lead
     stacked = [place for place, names in enumerate(lead) if names]
@@ -133,8 +137,9 @@ def likeness_of(one: Note, two: Note, mesh: Mapping[str, int], tolerance: float,
 def _assembled(
     parts: np.ndarray, names: list[str], shape: tuple[int, ...]
 ) -> Iterator[tuple[np.ndarray | None, tuple[str, ...]]]:  # fmt: skip
-    """The whole arrays that the devices' parts could be parts of: equal along a mesh axis (None if they are not), tiled
-    over an axis, or terms of a sum. Those without a sum come first."""
+    """Yield the possible whole arrays of the devices' parts, candidates without a sum first. Along
+    a mesh axis parts are equal (None if they are not), tiles of an array axis, or terms of a
+    sum."""
     rank = len(shape)
     sizes = dict(zip(names, parts.shape, strict=False))
     live = [name for name in names if sizes[name] > 1]
@@ -159,7 +164,8 @@ def _assembled(
 def _built(
     parts: np.ndarray, role: Mapping[str, Any], order: Sequence[str], names: Sequence[str], shape: tuple[int, ...]
 ) -> np.ndarray | None:
-    """Sum over mesh axes, keep one of equal parts, and lay the others side by side, the last of `order` inmost."""
+    """Sum over mesh axes, keep a single copy of equal parts, and tile the others, the last of
+    `order` innermost."""
     for at, name in enumerate(names):
         if role.get(name, "same") == "same":
             first = np.take(parts, [0], at)
@@ -180,8 +186,8 @@ DISAGREE = "devices disagree where all should have the same"
 def compared(
     one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int], tolerance: float, modulus: int | None = None
 ) -> Likeness:
-    """How `two` compares to the reference `one`: equal (within `tolerance` of the largest; bitwise for 0), or what the
-    difference looks like."""
+    """Compare `two` with the reference `one`: equal within `tolerance` of the largest (bitwise for
+    0), or the likely mistake."""
     if one.shape != two.shape:
         return Likeness("unknown")
     if modulus is not None:
@@ -197,7 +203,8 @@ def compared(
 
 
 def relative(one: np.ndarray, two: np.ndarray, modulus: int | None = None, least: float = 0.0) -> float:
-    """The largest difference, in parts of the largest magnitude, or of `least` where that is larger."""
+    """Return the largest difference, relative to the largest magnitude or to `least`, whichever is
+    larger."""
     far = two - one if modulus is None else centered(two - one, modulus)
     largest, off = (float(np.max(np.abs(each), initial=0.0)) for each in (one, far))
     largest = max(largest, least)
@@ -219,7 +226,7 @@ def _cause(
 def _factor(
     one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int], modulus: int | None
 ) -> tuple[str, tuple[str, ...]] | None:
-    """Everything is off by one factor that is the size of a mesh axis, or of several."""
+    """Return the mistake if all numbers are off by a factor equal to the size of mesh axes."""
     if not one.any():
         return None
     live = [name for name, size in mesh.items() if size > 1]
@@ -234,13 +241,13 @@ def _factor(
             size = math.prod(mesh[name] for name in fits[0])
             word, why = "small", "a sum over it is missing, or it is divided by the count twice"
             if is_large:
-                word, why = "large", "a sum over it too many, or a mean that divides by one device's count"
-            return f"{size} times too {word}, which is the size of mesh axis {axes}: {why}", fits[0]
+                word, why = "large", "an extra sum over it, or a mean by one device's count"
+            return f"{size} times too {word}, the size of mesh axis {axes}: {why}", fits[0]
     return None
 
 
 def _moved(one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int]) -> bool:
-    """The same numbers in another order, or each part of `two` is some part of `one`."""
+    """Return True if the numbers are equal in another order, or each part of `two` is a part of `one`."""
     if np.array_equal(np.sort(one, axis=None), np.sort(two, axis=None)):
         return True
     sizes = sorted({math.prod(some) for count in (1, 2) for some in itertools.combinations(mesh.values(), count)} - {1})

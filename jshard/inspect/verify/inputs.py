@@ -1,5 +1,5 @@
-"""What verify puts into a program: whole numbers modulo a prime for every floating-point array, the same on every mesh; and the
-program with a name for everything that comes out of it."""
+"""The inputs of verify, equal on every mesh, and the program with a name for each result. Every
+floating-point array becomes whole numbers modulo a prime."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ from jshard.signals.claims import found_claims
 
 
 def draw(name: str, shape: tuple[int, ...], prime: int, seed: int) -> np.ndarray:
-    """The numbers of one array, from its name and the seed alone: all that there are modulo a prime, equally often."""
+    """Return the numbers of an array, from its name and the seed alone: each residue modulo the
+    prime is equally likely."""
     random = np.random.default_rng(zlib.crc32(f"{seed} {name}".encode()))
     return random.integers(-(prime // 2), prime // 2 + 1, shape, np.int32)
 
 
 def near(name: str, given: object, *, parameter: bool) -> np.ndarray:
-    """Numbers like the given ones, for the true operations: each within a third of itself, and small ones for a parameter
-    that is zero. What is only described is drawn small."""
+    """Return numbers near the given arrays', for the true operations: each within a third of
+    itself. A parameter of zeros, and an array without numbers, get small random ones."""
     random = np.random.default_rng(zlib.crc32(name.encode()))
     if isinstance(given, jax.ShapeDtypeStruct):
         return random.normal(0, 0.3, given.shape)
@@ -48,7 +49,7 @@ def near(name: str, given: object, *, parameter: bool) -> np.ndarray:
 
 
 def shaken(numbers: list[Any], size: float, seed: int) -> list[Any]:
-    """Move each number by up to this part of itself."""
+    """Move each number by up to `size`, relative to itself."""
     random = np.random.default_rng(seed)
     return [
         each * random.uniform(1 - size, 1 + size, each.shape) if getattr(each, "dtype", None) == np.float64 else each
@@ -58,20 +59,20 @@ def shaken(numbers: list[Any], size: float, seed: int) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """What a function returns when its results have names of their own: `Named({"loss": value})`."""
+    """The results of a function, with names: `Named({"loss": value})`."""
 
     results: Mapping[str, Any]
 
 
 def named_leaves(name: str, tree: object) -> dict[str, Any]:
-    """`model.up.kernel` for every array of the state or gradients of what is called `name`."""
+    """Return the arrays of a state or of gradients by name: `model.up.kernel`."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {".".join([name, *words_of(path)]): leaf for path, leaf in paths}
 
 
 class Subject:
-    """`f(*args)`, to be run on one mesh or another: its value, and the gradients of all floating-point arguments unless
-    it holds gradients already."""
+    """A call `f(*args)` to run on any mesh: its value, and the gradients of all floating-point
+    arguments. A function that already holds gradients gets no more."""
 
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool | None):
         self.returned: list[str] = []
@@ -95,22 +96,23 @@ class Subject:
 
     @property
     def given(self) -> list[Any]:
+        """The arrays as given."""
         return self.traced.arrays
 
     def _names(self, arguments: Sequence[str]) -> list[str]:
-        """`model.up.kernel` or `batch["x"]` for every array that goes in, modules' first."""
+        """Return a name for each input array, modules' first: `model.up.kernel` or `batch["x"]`."""
         paths = [(_label(each.outer, arguments), *map(str, each.inner[1:])) for each in self.traced.paths]
         return [".".join(filter(None, words)) for words in paths]
 
     def _signals(self) -> dict[str, tuple[str, ...]]:
-        """The signal that each parameter's layer was built under, or that claims it, by the name of the parameter."""
+        """Return the signal of each parameter, by name: the signal it was built under, or its claim's."""
         present, claims = configuration(), {}
         found: dict[str, tuple[str, ...]] = {}
         of_models: dict[Path, tuple[str, ...]] = {}
         paths = {name: each.inner for name, each in zip(self.names, self.traced.paths, strict=True) if each.inner}
         parameters = {each.inner for each in self.traced.paths if each.is_parameter}
         placed = model_arrays(self.traced.nodes)
-        if present is not None:  # of a model that only a function given to jshard.shard takes
+        if present is not None:  # claims of a model that only a function of jshard.shard takes
             claims = found_claims(present, {slashed(path[1:]) for path in parameters})
         for name, path in paths.items():
             under, claim = placed[path].signal_path, claims.get(slashed(path[1:]))
@@ -118,7 +120,7 @@ class Subject:
                 under = tuple(claim.signal.name.split("/"))
             if under:
                 found[name] = of_models[path[1:]] = under
-        for name, (number, *rest) in paths.items():  # an optimizer's, by the parameters it belongs to
+        for name, (number, *rest) in paths.items():  # optimizer state, by its parameters
             if isinstance(self.traced.nodes[number], nnx.Optimizer):
                 self.of_optimizers.add(name)
                 if (of := parameter_of(tuple(rest), of_models)) is not None:
@@ -128,14 +130,14 @@ class Subject:
     # -- its arrays --
 
     def probes(self, prime: int, seed: int) -> list[Any]:
-        """Whole numbers modulo a prime for floating-point arrays, everything else as it was given."""
+        """Return whole numbers modulo a prime for floating-point arrays, and all others as given."""
         return [
             np.asarray(draw(name, array.shape, prime, seed)) if is_inexact(array) else _as_given(name, array)
             for name, array in zip(self.names, self.given, strict=True)
         ]
 
     def natural(self) -> list[Any]:
-        """The arrays as they were given, but none in a special place."""
+        """Return the arrays as given, with floating-point numbers moved to general positions."""
         return [
             near(name, array, parameter=name in self.signals and name not in self.of_optimizers)
             if is_inexact(array)
@@ -144,7 +146,7 @@ class Subject:
         ]
 
     def placed(self, numbers: list[Any], mesh: Mesh, *, wide: bool = False) -> list[Any]:
-        """The arrays on `mesh`, each lying as the one that was given; those that are no whole numbers in 64 bits if `wide`."""
+        """Return the arrays on `mesh`, in the layouts of the given arrays; floats in 64 bits if `wide`."""
         return [
             _place(name, each, array, mesh, widened(array.dtype) if wide else array.dtype)
             for name, each, array in zip(self.names, numbers, self.given, strict=True)
@@ -153,7 +155,8 @@ class Subject:
     # -- its text --
 
     def trace(self, arrays: list[Any]) -> tuple[Any, list[str], list[int]]:
-        """The jaxpr, a name for each result, and the numbers of those that are not simply handed through."""
+        """Return the jaxpr, a name for each result, and the numbers of computed results (not just
+        passed through)."""
         traced = self.traced.with_arrays(arrays)
         if self.with_gradients is None:
             self.with_gradients = traced.lacks_backward(self.backward)
@@ -173,7 +176,7 @@ class Subject:
         return jaxpr, names, made
 
     def changed_plainly(self) -> list[str]:
-        """Name the results that a call changes which runs as for one device, where jshard splits nothing."""
+        """Return the names of the results changed by a call on one device, where jshard splits nothing."""
         shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in self.given]
         with alone():
             _, names, made = self.trace(shapes)
@@ -181,8 +184,9 @@ class Subject:
 
 
 def _cotangent(name: str, leaf: Shaped) -> Any:
-    """One for a scalar. For an array small numbers, none of them zero, from its name and each element's place in the whole
-    array: equal however the array is split, and computed where its parts lie."""
+    """Return the cotangent of a result: 1 for a scalar, small nonzero numbers for an array. They
+    depend on its name and each element's position in the whole array, so they are equal for every
+    split, and each device computes its own."""
     if not leaf.ndim:
         return jnp.ones_like(leaf)
     sharding = jax.typeof(leaf).sharding
@@ -195,7 +199,7 @@ def _cotangent(name: str, leaf: Shaped) -> Any:
 
 
 def _label(path: tuple[Any, ...], arguments: Sequence[str]) -> str:
-    """A path into (named, (f, *args), kwargs), in the user's words."""
+    """Return a path into (named, (f, *args), kwargs), in the user's words."""
     if not path or key_of(path[0]) == 0:
         return ""
     name = key_of(path[1]) if key_of(path[0]) == 2 else arguments[key_of(path[1])]
@@ -207,7 +211,7 @@ def _as_given(name: str, array: object) -> Any:
         return array
     if is_key(array):
         raise JShardError(
-            f"{name} is only described, and a random key can't be made up", hint="give verify the key itself"
+            f"{name} is a ShapeDtypeStruct, and verify can't invent a random key", hint="pass the key itself"
         )
     return (np.arange(np.prod(array.shape, dtype=int)).reshape(array.shape) % 2).astype(array.dtype)
 
@@ -222,7 +226,7 @@ def _place(name: str, numbers: Any, given: Any, mesh: Mesh, dtype: Any) -> Any:
     missing = [axis for axis in sharding.mesh.axis_names if axis not in mesh.axis_names]
     if missing:
         raise JShardError(
-            f'{name} lies on a mesh with an axis "{missing[0]}", which the configured mesh {dict(mesh.shape)} does not have',
+            f'{name} is on a mesh with an axis "{missing[0]}", but the configured mesh is {dict(mesh.shape)}',
             hint="place it on jshard.mesh(): jshard.place(x, layout)",
         )
     layout = Layout.from_sharding(NamedSharding(mesh, sharding.spec), len(given.shape))

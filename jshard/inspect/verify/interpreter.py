@@ -1,5 +1,5 @@
-"""Runs a jaxpr by its equations, on its own numbers or on whole ones modulo a prime, and notes on the way: what each signal
-hands on, and which equation makes a NaN."""
+"""An interpreter of jaxprs, on true numbers or on whole numbers modulo a prime. It notes the
+outputs of signals, and the equations that make a NaN."""
 
 from __future__ import annotations
 
@@ -36,21 +36,24 @@ from jshard.programs.provenance import Cause
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """What is noted, and where in the program. `lead` are the axes put before the array's own: a scan's trips, or the mesh
-    axes of a shard_map, whose devices are stacked."""
+    """The place of a note in the program. `lead` are the axes before the array's own: the trips of
+    a scan, or the mesh axes of a shard_map, whose devices are stacked."""
 
     cause: Cause
     primitive: str
     lead: tuple[tuple[str, ...], ...] = ()  # () is a scan; a shard_map has its mesh axes
-    of_sum: bool = True  # whether a sum goes into it: if it is right, so are sums before
+    of_sum: bool = True  # whether a sum goes into it: if it is right, earlier sums are right too
 
 
 @dataclasses.dataclass(frozen=True)
 class Note:
+    """A value of a run, and its place in the program."""
+
     value: Any
     where: Where
 
     def behind(self, lead: tuple[str, ...]) -> Note:
+        """Return the note with axes put before its own."""
         return Note(self.value, dataclasses.replace(self.where, lead=(lead, *self.where.lead)))
 
 
@@ -59,9 +62,10 @@ jax.tree_util.register_dataclass(Note, data_fields=["value"], meta_fields=["wher
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """How to run: by the true operations, in 64 bits if it is `wide`, or on whole numbers modulo a prime, the `modulus`; noting
-    what signals hand on (`listen`). With `nan_origins` there is a note for every equation: whether its results hold a NaN and
-    its operands none. `planted` is given each equation and its results, and returns those to go on with."""
+    """A way to run a jaxpr: by the true operations, in 64 bits if `wide`, or on whole numbers
+    modulo the prime `modulus`. `listen` notes the outputs of signals. `nan_origins` notes, for
+    every equation, whether its results hold a NaN and its operands none. `planted` gets each
+    equation and its results, and returns the results to continue with."""
 
     modulus: int | None = None
     wide: bool = False
@@ -71,16 +75,16 @@ class Evaluation:
     planted: Callable[[Any, Sequence[Any]], Sequence[Any]] = lambda eqn, results: results
 
     def __call__(self, jaxpr: Jaxpr, arrays: Sequence[Any]) -> tuple[list[Any], list[Note]]:
-        """The results of a closed jaxpr, and the notes, in program order."""
+        """Return the results of a closed jaxpr, and the notes, in program order."""
         return _Level(self, jaxpr, Around()).run(arrays)
 
 
 def quickly(device: Any) -> dict[str, Any] | None:
-    """How to compile such a program for `device`: it runs a few times only, and LLVM need not do its best."""
+    """Return compiler options for a program of few runs: on CPUs, LLVM does not optimize."""
     return {"xla_backend_optimization_level": 0} if device.platform == "cpu" else None
 
 
-# A NaN that comes out of these has gone in.
+# These make no NaN; they pass on a NaN of their operands.
 BEARS_NO_NAN = frozenset(
     "abs broadcast_in_dim clamp concatenate convert_element_type copy copy_p dynamic_slice expand_dims gather max min neg "
     "invariant_cast one_device_cast one_device_sum "
@@ -89,21 +93,23 @@ BEARS_NO_NAN = frozenset(
 )
 
 
-HELD = frozenset(("shard_map", "scan", "cond"))  # whose equations run one by one
+HELD = frozenset(("shard_map", "scan", "cond"))  # their equations run one by one
 
 
 class _Level:
-    """One jaxpr of the nest, closed or not. `is_body`: all that it returns is noted, since others wrap it."""
+    """A jaxpr of the nest, closed or not. With `is_body` all its results are noted, as the equation
+    around wraps them."""
 
     def __init__(self, evaluation: Evaluation, jaxpr: Jaxpr, around: Around, *, is_body: bool = False):
         self.how, self.around, self.is_body = evaluation, around, is_body
         self.jaxpr, self.consts = bare(jaxpr), getattr(jaxpr, "consts", ())
         self.notes: list[Note] = []
-        self.of_sums: set[Any] = set()  # where it listens: what a sum goes into
+        self.of_sums: set[Any] = set()  # if it listens: the variables that depend on a sum
         self.handed_on = self._handed_on() if evaluation.listen else set()
         self.summed_narrow = narrowed_for_a_sum(self.jaxpr) if evaluation.modulus or evaluation.wide else set()
 
     def run(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Note]]:
+        """Return the results of the jaxpr and the notes."""
         consts = map(self._constant, self.jaxpr.constvars, self.consts)
         literal = lambda atom: self._constant(atom, atom.val)
         return run(self.jaxpr, [*consts, *arrays], self._step, literal), self.notes
@@ -130,7 +136,7 @@ class _Level:
         return value
 
     def _typed(self, values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The values as arrays, each of its variable's dtype."""
+        """Return the values as arrays of their variables' dtypes."""
         return [jnp.asarray(each, self._dtype(v.aval)) for each, v in zip(values, variables, strict=True)]
 
     def _dtype(self, aval: Any) -> Any:
@@ -158,7 +164,7 @@ class _Level:
         return bound(eqn, x)
 
     def _rounds(self, eqn: Any, here: Around) -> bool:
-        """Say whether numbers are made narrower here to be summed, which nobody asked for."""
+        """Return True if a cast lowers precision only for a sum, and no signal asks for it."""
         if eqn.primitive.name != "convert_element_type" or eqn.outvars[0] not in self.summed_narrow:
             return False
         return str(eqn.outvars[0].aval.dtype) not in asked_dtypes(here.cause.path)
@@ -233,12 +239,12 @@ class _Level:
 
         return lax.switch(x[0], [branch(inner) for inner in eqn.params["branches"]], *x[1:])
 
-    # -- what signals hand on --
+    # -- outputs of signals --
 
     def _handed_on(self) -> set[Any]:
-        """Find every value that leaves a signal here, what a shard_map makes, and every sum: after a product, and again after
-        the collective that adds its parts."""
-        made: dict[Any, Cause] = {}  # under which signals
+        """Return the values used outside their signal, the results of shard_maps, and every sum. A
+        sum counts after its product, and again after the collective that adds its parts."""
+        made: dict[Any, Cause] = {}  # the signal of each variable
         found, outside = set[Any](), self.around.cause.path
         for eqn in self.jaxpr.eqns:
             name, cause = eqn.primitive.name, self.around.entering(eqn).cause
@@ -256,18 +262,19 @@ class _Level:
 
 
 def is_cancelling(eqn: Eqn) -> bool:
-    """Whether an equation makes a number that has to cancel, as what keeps exp in range: 0 stands for it."""
-    return eqn.params.get("name") == jshard_largest_seen.__name__  # type: ignore[attr-defined]  # a jitted function has one
+    """Return True for a number without effect on the result, as the largest score of a ring: 0
+    stands for it."""
+    return eqn.params.get("name") == jshard_largest_seen.__name__  # type: ignore[attr-defined]  # of a jitted function
 
 
 def _hold_nan(values: Sequence[Any]) -> jax.Array:
-    """Whether one of them holds a NaN."""
+    """Return True if any value holds a NaN."""
     inexact = [each for each in values if is_inexact(jax.typeof(each))]
     return functools.reduce(jnp.logical_or, (jnp.isnan(each).any() for each in inexact), jnp.bool_(False))
 
 
 def _typed_as(result: object, aval: object) -> Any:
-    """A call may promise another sharding than its body's: its `out_shardings`."""
+    """Reshard the result of a call if its type has another sharding: its `out_shardings`."""
     wanted, got = getattr(aval, "sharding", None), getattr(jax.typeof(result), "sharding", None)
     if wanted is None or got is None or wanted.mesh.empty or not wanted.mesh.are_all_axes_explicit or wanted == got:
         return result

@@ -1,5 +1,5 @@
-"""Derivatives that a program writes itself. Both sides of a comparison use them, so it can't doubt them: each is named, with a
-finite difference of its function beside it."""
+"""Derivatives by rules of the program's own, each beside a finite difference of its function. Both
+sides of a comparison use them, so the comparison can't test them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from jshard.inspect.ledger.tracing import is_array, is_inexact
 from jshard.programs.jaxprs import Shaped
 from jshard.programs.provenance import own_line
 
-STEP = 1e-4  # of a finite difference
+STEP = 1e-4  # the step of a finite difference
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnDerivative:
-    """A function whose derivative the program writes, and that derivative in one direction by the rule and by a difference."""
+    """A function with a derivative written by the program: its slope in a direction, by the rule
+    and by a difference."""
 
     name: str
     source: str
@@ -38,7 +39,8 @@ class OwnDerivative:
 
 @contextlib.contextmanager
 def noticed() -> Iterator[dict[Any, tuple[Any, ...]]]:
-    """Collect the functions with derivatives of the program's own that are called inside, and their first arguments."""
+    """Collect the functions with derivatives of the program's own called inside, and their first
+    arguments."""
     found: dict[Any, tuple[Any, ...]] = {}
     kinds: tuple[Any, ...] = jax.custom_vjp, jax.custom_jvp
     before = [kind.__call__ for kind in kinds]
@@ -61,7 +63,7 @@ def noticed() -> Iterator[dict[Any, tuple[Any, ...]]]:
 
 
 def _source(call: Any) -> str:
-    """Return `m.py:3` of a function of the program's own, "" of another."""
+    """Return `m.py:3` for a function of the program, "" for others."""
     code = getattr(call.fun, "__code__", None)
     return "" if code is None else own_line([(code.co_filename, code.co_firstlineno)])
 
@@ -71,7 +73,8 @@ def _described(leaf: Shaped) -> Any:
 
 
 def tested(call: Any, described: object) -> OwnDerivative:
-    """Run a function by itself, on numbers between 0.1 and 1, and compare its rule with a finite difference."""
+    """Run a function by itself on numbers between 0.1 and 1, and compare its rule with a finite
+    difference."""
     own = OwnDerivative(call.fun.__name__, _source(call))
     leaves, tree = jax.tree.flatten(described)
     smooth = [n for n, leaf in enumerate(leaves) if is_array(leaf) and is_inexact(leaf)]

@@ -1,15 +1,15 @@
 """Arithmetic modulo a prime in place of floating point: sums are exact in any order, and so on every mesh.
 
-Every floating-point array becomes one of whole numbers modulo a prime, the least in magnitude of those that are equal.
+Every floating-point array becomes whole numbers modulo a prime, each the residue of least magnitude.
 
-- Sums, products, differences and quotients are those of whole numbers modulo the prime, which keep every law of arithmetic.
-  Terms of a sum may go through them, whatever is multiplied, divided or added on their way: a mean of means is the mean.
-- Any other function of one element (exp, rsqrt, a power) becomes a number scrambled out of its argument's bits. It need only
-  be a *function*: equal arguments give equal results, wherever they are computed, and any change of the argument shows.
-- Maxima and sorting go by the order of these whole numbers, comparisons by that of a difference and zero; what only moves
-  elements moves them.
+- Sums, products, differences and quotients are taken modulo the prime, and keep every law of arithmetic. The terms of a sum
+  may be multiplied, divided or added to on their way: a mean of means is the mean.
+- Any other function of one element (exp, rsqrt, a power) becomes a number scrambled from the bits of its argument. It need
+  only be a *function*: equal arguments give equal results on every device, and any change of the argument shows.
+- Maxima and sorting follow the order of these whole numbers, comparisons the order of a difference and zero. Moves of
+  elements stay moves.
 
-Equations also run here in 64 bits, whatever dtypes they ask for: the rounding that is left hides no fault.
+Equations also run here in 64 bits, in place of the dtypes they ask for: the remaining rounding hides no fault.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from jshard.layouts.primitives import ELEMENTWISE, MATRICES
 from jshard.programs.jaxprs import Eqn, bound, equations
 
 PRIMES = (2039, 1021, 509, 251, 127, 61, 31)
-MOST = 2**31 - 2**12  # int32, with room for one more modulus
-ENDLESS = 2.0**60  # a constant that is larger stands for infinity
+MOST = 2**31 - 2**12  # int32, with room for another modulus
+ENDLESS = 2.0**60  # larger constants count as infinity
 
 COLLECTIVE_SUMS = frozenset(
     "one_device_sum psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter".split()
@@ -62,7 +62,7 @@ SCATTERS = {
 DTYPES = frozenset(("dtype", "new_dtype", "preferred_element_type"))  # parameters of equations
 SCRAMBLED = ELEMENTWISE - LINEAR - ORDERED - MOVED
 PROVABLE = LINEAR | ORDERED | MOVED | SCRAMBLED
-# What has a meaning in 64 bits. All else, such as a kernel, runs in its own dtypes.
+# Primitives with a meaning in 64 bits. Others, such as kernels, run in their own dtypes.
 WIDENED = PROVABLE - {"bitcast_convert_type"} | {"fft", "cumprod", "cumlogsumexp", "reduce_prod", *MATRICES.split()}
 
 
@@ -71,7 +71,7 @@ def is_float(x: jax.Array | np.ndarray) -> bool:
 
 
 def touches_floats(eqn: Any) -> bool:
-    """Whether floating-point or complex numbers go into an equation, or come out of it."""
+    """Return True if an operand or a result of an equation is floating-point or complex."""
     avals = (variable.aval for variable in (*eqn.invars, *eqn.outvars))
     return any(hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals)
 
@@ -81,11 +81,11 @@ def is_scrambled(eqn: Any) -> bool:
 
 
 def is_opaque(eqn: Eqn, platform: str) -> bool:
-    """Whether an equation has no exact stand-in on devices of `platform`."""
+    """Return True if an equation has no exact stand-in on devices of `platform`."""
     name = eqn.primitive.name
-    if name == "while":  # how often it runs would hang on numbers that stand for others
+    if name == "while":  # stand-ins would decide its number of trips
         return any(map(touches_floats, equations(eqn.params["cond_jaxpr"])))
-    if name == "conv_general_dilated" and platform == "gpu" and touches_floats(eqn):  # cuDNN has none of whole numbers
+    if name == "conv_general_dilated" and platform == "gpu" and touches_floats(eqn):  # cuDNN has no integer convolution
         return True
     dtypes = (getattr(variable.aval, "dtype", jnp.int32) for variable in (*eqn.invars, *eqn.outvars))
     return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes) or (
@@ -94,7 +94,7 @@ def is_opaque(eqn: Eqn, platform: str) -> bool:
 
 
 def modulus_for(eqns: Sequence[Any]) -> int | None:
-    """The largest prime modulo which no sum of these equations leaves 32 bits; None where there is none."""
+    """Return the largest prime with every sum of these equations within 32 bits; None if there is none."""
 
     def fits(prime: int) -> bool:
         sizes = ((_terms(eqn), 2 if eqn.primitive.name in PRODUCTS else 1) for eqn in eqns)
@@ -104,7 +104,7 @@ def modulus_for(eqns: Sequence[Any]) -> int | None:
 
 
 def _terms(eqn: Eqn) -> int:
-    """How many terms one sum of an equation has at most."""
+    """Return the largest number of terms in a sum of an equation."""
     name, params = eqn.primitive.name, eqn.params
     shapes: list[Any] = [getattr(variable.aval, "shape", ()) for variable in eqn.invars]
     if name == "dot_general":
@@ -124,12 +124,13 @@ def _terms(eqn: Eqn) -> int:
 
 
 def centered(x: np.ndarray, prime: int) -> np.ndarray:
-    """Of all whole numbers that are equal modulo the prime, those least in magnitude."""
+    """Return the residues of least magnitude."""
     return (x + prime // 2) % prime - prime // 2
 
 
 def embedded(x: object, prime: int) -> np.ndarray:
-    """Constants as they are modulo the prime: what ends in binary exactly, and a single one as the fraction it stands for."""
+    """Return constants modulo the prime: an array exactly, as binary fractions; a scalar as the
+    fraction it was rounded from."""
     x = np.asarray(x, np.float64)
     if not x.ndim and np.isfinite(x) and (fraction := _fraction(abs(float(x)))) is not None:
         residue = fraction.numerator * pow(fraction.denominator, -1, prime) if fraction.denominator % prime else 0
@@ -143,7 +144,7 @@ def embedded(x: object, prime: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4096)
 def _fraction(size: float) -> Fraction | None:
-    """The fraction of small numbers that a constant is rounded from: a third is a third."""
+    """Return the fraction of small numbers behind a rounded constant: a third for 0.333..."""
     if size >= ENDLESS:
         return None
     fractions = [Fraction(size).limit_denominator(limit) for limit in (1, 64, 4096)]
@@ -153,14 +154,14 @@ def _fraction(size: float) -> Fraction | None:
 
 @functools.partial(jax.jit, static_argnums=1)
 def reduced(x: jax.Array | np.ndarray, prime: int) -> Any:
-    """The remainder least in magnitude. Of unsigned numbers it is one operation."""
+    """Return the residue of least magnitude. It takes a single operation on unsigned numbers."""
     shifted = x.astype(jnp.uint32) + jnp.uint32(2**31 // prime * prime + prime // 2)
     return lax.rem(shifted, jnp.uint32(prime)).astype(jnp.int32) - prime // 2
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def inverse(x: object, prime: int) -> Any:
-    """What times x is one: x to the power of the prime less two. That of zero is zero."""
+    """Return the inverse of x: x to the power of the prime less two. The inverse of 0 is 0."""
     bits = jnp.asarray([bit == "1" for bit in bin(prime - 2)[2:]])
 
     def step(n: object, power: Any) -> Any:
@@ -172,7 +173,7 @@ def inverse(x: object, prime: int) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def scrambled(name: str, x: Sequence[Any], prime: int) -> Any:
-    """A number for each element that hangs on all bits of all arguments."""
+    """Return a number for each element, a hash of all bits of all arguments."""
     bits: Any = jnp.uint32(zlib.crc32(name.encode()))
     for each in x:
         bits = mixed(bits + each.astype(jnp.uint32))
@@ -180,7 +181,7 @@ def scrambled(name: str, x: Sequence[Any], prime: int) -> Any:
 
 
 def mixed(bits: Any) -> Any:
-    """Every bit of a number spread over all bits of the result."""
+    """Spread every bit of a number over all bits of the result."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         bits = (bits ^ lax.shift_right_logical(bits, jnp.uint32(shift))) * jnp.uint32(factor)
     return bits ^ lax.shift_right_logical(bits, jnp.uint32(16))
@@ -188,7 +189,7 @@ def mixed(bits: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=1)
 def coarse(x: jax.Array | np.ndarray, prime: int) -> Any:
-    """What a dtype of fewer bits would leave of it: a sum of such numbers is not such a number of the sum."""
+    """Round as a dtype of fewer bits would: the sum of such numbers is not the rounded sum."""
     return reduced((x + 4) // 8 * 8, prime)
 
 
@@ -196,17 +197,17 @@ def coarse(x: jax.Array | np.ndarray, prime: int) -> Any:
 
 
 def results_of(eqn: Any, x: list[Any], prime: int) -> list[Any]:
-    """The results of an equation that touches floating-point numbers, all of which are here whole numbers modulo the prime."""
+    """Return the results of an equation on floating-point numbers, here whole numbers modulo the prime."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     if name in SCRAMBLED:
         result = scrambled(name, jnp.broadcast_arrays(*x), prime)
         result = jnp.where(x[0] == 0, 1, result) if name == "exp" else result
         return [result if is_float(out) else result.astype(out.dtype)]
-    if name in ("lt", "le", "gt", "ge"):  # of the difference: a half is no larger than most numbers, nor smaller
+    if name in ("lt", "le", "gt", "ge"):  # by the sign of the difference: residues have no order of their own
         return [eqn.primitive.bind(reduced(x[0] - x[1], prime), jnp.zeros_like(x[0]), **eqn.params)]
     if name == "is_finite":
         return [x[0] == x[0]]
-    if name in ("convert_element_type", "reduce_precision"):  # jax.checkpoint has the latter at what it keeps
+    if name in ("convert_element_type", "reduce_precision"):  # jax.checkpoint puts the latter on residuals
         return [_converted(x[0], eqn.invars[0].aval, out, prime)]
     if name == "bitcast_convert_type":
         bits = scrambled(name, x, prime)
@@ -222,7 +223,8 @@ def results_of(eqn: Any, x: list[Any], prime: int) -> list[Any]:
 
 
 def opaque(eqn: Any, x: Sequence[Any], prime: int) -> list[Any]:
-    """Run an operation that has no exact stand-in by floating point. Whole numbers come out; that is all they are good for."""
+    """Run an operation without an exact stand-in in floating point. The results are whole numbers
+    without a meaning."""
     if eqn.primitive.name == "while":  # it might not end
         return list(x[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :])
     given = [jnp.asarray(each, v.aval.dtype) for each, v in zip(x, eqn.invars, strict=True)]
@@ -233,7 +235,7 @@ def opaque(eqn: Any, x: Sequence[Any], prime: int) -> list[Any]:
 
 
 def retyped(eqn: Eqn, x: Sequence[Any], dtype: Any) -> list[Any]:
-    """Run the primitive on numbers of `dtype` in place of floating-point ones."""
+    """Run the primitive on numbers of `dtype` in place of floating-point numbers."""
     primitive, params = eqn.primitive, dict(eqn.params)
     if "precision" in params:
         params["precision"] = None
@@ -242,7 +244,7 @@ def retyped(eqn: Eqn, x: Sequence[Any], dtype: Any) -> list[Any]:
     for name in DTYPES & params.keys():
         if params[name] is not None and jnp.issubdtype(params[name], jnp.floating):
             params[name] = jnp.dtype(dtype)
-    if (scatter := SCATTERS.get(primitive.name)) is not None:  # the primitive holds a program of floating-point numbers
+    if (scatter := SCATTERS.get(primitive.name)) is not None:  # the primitive holds a jaxpr of floats
         return [scatter(*x, **{key: each for key, each in params.items() if not key.startswith("update_")})]
     results = primitive.bind(*x, **primitive.get_bind_params(params))
     return list(results) if primitive.multiple_results else [results]
@@ -270,20 +272,20 @@ def _converted(x: jax.Array | np.ndarray, before: Any, after: Any, prime: int) -
 
 
 def widened(dtype: DTypeLike) -> Any:
-    """Return the dtype of 64 bits in place of a floating-point or complex one."""
+    """Return the 64-bit dtype for a floating-point or complex dtype."""
     if jnp.issubdtype(dtype, jnp.floating):
         return np.float64
     return np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
 
 
 def keeps_its_dtypes(eqn: Eqn) -> bool:
-    """Say whether an equation on floating-point numbers runs in its own dtypes."""
+    """Return True if an equation on floating-point numbers runs in its own dtypes."""
     return touches_floats(eqn) and eqn.primitive.name not in WIDENED
 
 
 def wide_results(eqn: Any, x: Sequence[Any], *, rounds: bool) -> list[Any]:
-    """Compute the results of an equation whose operands have 64 bits. With `rounds` a conversion leaves only the bits of its
-    dtype."""
+    """Return the results of an equation on operands of 64 bits. With `rounds`, a cast keeps only
+    the bits of its dtype."""
     if keeps_its_dtypes(eqn):
         results = bound(eqn, [jnp.asarray(each, v.aval.dtype) for each, v in zip(x, eqn.invars, strict=True)])
     elif eqn.primitive.name == "reduce_precision":

@@ -1,5 +1,5 @@
-"""A program on one mesh, compiled once for each way to run it; and whether a tolerance would hide a fault there: one collective
-is off by a factor, and no result shows it."""
+"""A program on a mesh, compiled once for each kind of run, and a test of tolerances by planted
+faults. A tolerance hides a fault if a collective is off by a factor and no result shows it."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ from jshard.layouts.mesh import build_mesh
 from jshard.programs.jaxprs import Eqn, bare
 from jshard.signals.active_config import on_mesh
 
-FAULT = 1.001  # what a tolerance must not hide, as a factor in one collective
+FAULT = 1.001  # the factor of a planted fault in one collective; a tolerance must show it
 
 
 def of_ones(configured: Mesh) -> Mesh:
+    """Return a mesh of a single device with the axes of the configured mesh."""
     here = [device for device in configured.devices.flat if device.process_index == jax.process_index()]
-    grid = np.array(here[:1], object).reshape((1,) * configured.devices.ndim)  # each process has a reference of its own
+    grid = np.array(here[:1], object).reshape((1,) * configured.devices.ndim)  # each process has its own reference
     return Mesh(grid, configured.axis_names, axis_types=configured.axis_types)
 
 
 def resized(configured: Mesh, sizes: Mapping[str, int]) -> Mesh:
+    """Return the configured mesh with these sizes of its axes."""
     for name in sizes:
         if name not in configured.axis_names:
             raise JShardError(
-                f'verify was given a mesh with an axis "{name}", but the configured one is {in_words(configured.shape)}',
+                f'verify(meshes=...) has an axis "{name}", but the configured mesh is {in_words(configured.shape)}',
                 hint=f"use {' or '.join(configured.axis_names)}",
             )
     built = build_mesh({**configured.shape, **sizes}, label="the mesh given to verify")
@@ -46,7 +48,7 @@ def resized(configured: Mesh, sizes: Mapping[str, int]) -> Mesh:
 
 
 class Side:
-    """The program on one mesh."""
+    """The program on a mesh."""
 
     def __init__(self, program: Subject, mesh: Mesh, configured: Mesh, tell: Callable[[str], None]):
         self.program, self.mesh, self.configured, self.tell = program, mesh, configured, tell
@@ -55,9 +57,11 @@ class Side:
 
     @property
     def sizes(self) -> dict[str, int]:
+        """The size of each mesh axis."""
         return dict(self.mesh.shape)
 
     def trace(self) -> tuple[Any, list[str], list[int]]:
+        """Return the jaxpr, the names of its results, and the numbers of the computed results."""
         if self.traced is None:
             self.tell(f"traces {self.program.title} for {in_words(self.sizes)}")
             arrays = self.program.placed(self.program.natural(), self.mesh)
@@ -66,10 +70,11 @@ class Side:
         return self.traced
 
     def here(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context: this mesh stands for the configured mesh."""
         return on_mesh(self.mesh, stands_for=self.configured)
 
     def run(self, how: Evaluation, numbers: list[Any]) -> tuple[list[np.ndarray], list[Note]]:
-        """The results that are made, and the notes, as numpy arrays."""
+        """Return the computed results and the notes, as numpy arrays."""
         jaxpr, _, made = self.trace()
         self.tell(f"{'runs' if how in self.compiled else 'compiles'} {self.program.title} on {in_words(self.sizes)}")
         if how not in self.compiled:
@@ -84,7 +89,7 @@ class Side:
             return [on_host(each) for each in results], jax.tree.map(on_host, notes)
 
     def with_faults(self, how: Evaluation, numbers: list[Any], faulty: Sequence[Any]) -> Iterator[list[np.ndarray]]:
-        """Yield the results with each of these equations off by a factor in turn."""
+        """Yield the results with each of these equations in turn off by a factor."""
         jaxpr, _, made = self.trace()
         turns = {id(eqn): number for number, eqn in enumerate(faulty)}
 
@@ -109,8 +114,9 @@ class Side:
 def held_to_faults(
     side: Side, how: Evaluation, findings: Sequence[Finding], offs: Callable[[Any, Any], list[float]]
 ) -> list[Finding]:
-    """Return the findings; those are unproven that a fault in a collective before them would not change by more than their
-    tolerance, nor any other result. `offs` says by how much results differ."""
+    """Return the findings; mark a tolerance as unproven if it hides a fault of a collective on its
+    way. A fault is hidden if no result changes by more than its tolerance. `offs` returns by how
+    much results differ."""
     jaxpr, _, made = side.trace()
     crossing = {str(id(eqn)): (eqn, here) for eqn, here in leaves(bare(jaxpr).eqns) if eqn.primitive.name in KIND_OF}
     before = on_the_way(jaxpr, lambda eqn: frozenset(crossing.keys() & {str(id(eqn))}))
@@ -126,7 +132,7 @@ def held_to_faults(
     runs = side.with_faults(how, numbers, [crossing[key][0] for key in at_stake])
     for key, faulty in zip(at_stake, runs, strict=True):
         far = offs(results, faulty)
-        if any(far) and all(far[n] <= findings[n].tolerance for n in within):  # what nobody reads changes nothing
+        if any(far) and all(far[n] <= findings[n].tolerance for n in within):  # an unread collective changes nothing
             eqn, here = crossing[key]
             for n in within:
                 if key in reached[n]:

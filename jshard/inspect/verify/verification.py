@@ -1,4 +1,4 @@
-"""What `verify` found: a line for each compared array, where a difference begins, and the verdict."""
+"""The result of `verify`: a line for each compared array, the first divergence, and the verdict."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from jshard.printing.table import Block, Rows, Shown
 from jshard.programs.provenance import Cause
 from jshard.signals.globs import repeats
 
-ROUNDING = 1e-9  # how far 64 bits may be off after any sums
+ROUNDING = 1e-9  # the allowed error of 64 bits after any sums
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One compared array. `off` is the largest difference, relative to the largest magnitude."""
+    """A compared array. `off` is the largest difference, relative to the largest magnitude."""
 
     mesh: Mapping[str, int]
     name: str
     verdict: str  # bitwise, within, unproven, differs, dropped
     off: float
     tolerance: float  # 0 for bitwise
-    because: str  # why not bitwise
-    zero: bool  # it was zero all over: nothing could be seen
+    because: str  # the reason why it is not bitwise
+    zero: bool  # all zeros, so the comparison shows nothing
     cause: Cause
-    stand_ins: tuple[str, ...] = ()  # the operations on its way that ran by exact stand-ins
-    kind: str = ""  # optimizer state; else the name says it
-    hidden: Cause | None = None  # the collective that no result would show a fault of
+    stand_ins: tuple[str, ...] = ()  # the operations before it that ran by exact stand-ins
+    kind: str = ""  # optimizer state, or "" if its name tells
+    hidden: Cause | None = None  # a collective whose fault no result would show
 
     @property
     def is_wrong(self) -> bool:
@@ -53,7 +53,7 @@ class Finding:
             hides = f"which hides a factor of 1.001 in {where or 'a collective'}"
             return f"not proven: within {self.tolerance:.2g}, {hides} (because: {self.because})"
         if self.verdict == "dropped":
-            return "is changed by a plain call, and not by this one"
+            return "changes in a plain call, but not in this one"
         if self.verdict == "differs":
             return f"differs by {self.off:.2g}"
         words = "bitwise, but zero all over" if self.zero else "bitwise"
@@ -62,8 +62,9 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class PlainSteps:
-    """How far what two steps leave is off from two steps by plain Flax and optax, in 64 bits; or why that is not known.
-    `rounding` is how far an array is off that starts from numbers moved by a last bit."""
+    """The deviation of two steps from two steps by plain Flax and optax in 64 bits, or the reason
+    why it is unknown. `rounding` is the deviation of an array when the inputs are moved by a last
+    bit."""
 
     offs: Mapping[str, float]
     rounding: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -89,15 +90,16 @@ class PlainSteps:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verification(Shown):
-    """What `verify` found: true when sharded equals unsharded. It prints the verdict, what is wrong, and a table."""
+    """The result of `verify`: true if sharded equals unsharded. It prints the verdict, the faults,
+    and a table."""
 
     findings: tuple[Finding, ...]
     beginnings: tuple[FirstDivergence, ...]
     probes: str
-    unheld: str = ""  # why it is not known what a plain call changes
+    unheld: str = ""  # the reason why the changes of a plain call are unknown
     own: tuple[OwnDerivative, ...] = ()
-    plain: PlainSteps | None = None  # of an experiment
-    short: str = ""  # that a large model was made shorter
+    plain: PlainSteps | None = None  # for an experiment
+    short: str = ""  # the sentence about a large model made shorter
 
     @property
     def ok(self) -> bool:
@@ -110,9 +112,9 @@ class Verification(Shown):
         yield self.verdict
         if self.short:
             yield self.short
-        yield from (f"on {in_words(each.mesh)} it begins in {each}" for each in self.beginnings)
+        yield from (f"on {in_words(each.mesh)} the difference begins in {each}" for each in self.beginnings)
         if self.unheld:
-            yield f"what a plain call changes is not known (because: {self.unheld})"
+            yield f"the changes of a plain call are unknown (because: {self.unheld})"
         if self.plain:
             yield f"{self.plain}"
         yield from map(str, self.own)
@@ -120,7 +122,8 @@ class Verification(Shown):
         yield self.probes
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        """Yield wrong arrays first. Equal rows of repeated blocks, and of one kind of right arrays, are one row."""
+        """Yield a row for each finding, faults first. It merges equal rows of repeated blocks, and
+        right arrays of a kind."""
         findings = sorted(self.findings, key=lambda finding: finding.is_proven)
         rows = [
             (in_words(f.mesh), str(f.cause.place or "-"), f.cause.signal, f.kind * f.is_proven, f.words)
@@ -135,7 +138,7 @@ class Verification(Shown):
 
     @property
     def verdict(self) -> str:
-        """One line: equal, and how surely, or not."""
+        """The verdict in a line: equal, with its certainty, or not equal."""
         meshes = list(dict.fromkeys(in_words(finding.mesh) for finding in self.findings))
         on = f"on {', '.join(meshes)} and on one device"
         count = len(self.findings)
@@ -154,7 +157,7 @@ class Verification(Shown):
         return f"EQUAL {on}: {arrays}, {exact} bitwise, {count - exact} within a tolerance"
 
     def to_json(self) -> str:
-        """One document, `"schema": "jshard.verify/1"`."""
+        """Return a JSON document of `"schema": "jshard.verify/1"`."""
         findings = [{**_plain(each), "signal": "/".join(each.cause.path) or None} for each in self.findings]
         begins = [
             {
@@ -186,4 +189,5 @@ def _plain(entry: Finding | FirstDivergence) -> dict[str, Any]:
 
 
 def in_words(mesh: Mapping[str, int]) -> str:
+    """Return a mesh in words: {data: 2, tensor: 4}."""
     return "{" + ", ".join(f"{name}: {size}" for name, size in mesh.items()) + "}"

@@ -273,8 +273,8 @@ MESH = {"data": 2, "tensor": 4}
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda x: 8 * x, '8 times too large, which is the size of mesh axis "data" x "tensor"'),
-        (lambda x: x / 2, '2 times too small, which is the size of mesh axis "data"'),
+        (lambda x: 8 * x, '8 times too large, the size of mesh axis "data" x "tensor"'),
+        (lambda x: x / 2, '2 times too small, the size of mesh axis "data"'),
         (lambda x: x[::-1], "the right numbers in other places"),
         (lambda x: np.roll(x, 2, 1), "the right numbers in other places"),
         (lambda x: np.concatenate([x[:, :2]] * 4, 1), "another device's part"),
@@ -298,8 +298,8 @@ def test_cause_within_a_tolerance_is_none():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda x: 8 * x, '8 times too large, which is the size of mesh axis "data" x "tensor"'),
-        (lambda x: x * pow(2, -1, P), '2 times too small, which is the size of mesh axis "data"'),
+        (lambda x: 8 * x, '8 times too large, the size of mesh axis "data" x "tensor"'),
+        (lambda x: x * pow(2, -1, P), '2 times too small, the size of mesh axis "data"'),
         (lambda x: x[::-1], "the right numbers in other places"),
         (lambda x: x + 1, "only low bits differ"),
         (lambda x: x**2, "values differ"),

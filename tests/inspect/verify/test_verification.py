@@ -114,10 +114,10 @@ def test_what_is_wrong_is_told_before_what_is_right_and_by_its_name():
     found = Verification((*blocks, *state, *dropped), (), "probes: some", unheld="nobody knows")
     assert str(found).splitlines() == [
         "NOT EQUAL: 3 of 17 arrays differ on {data: 2} and on one device",
-        "what a plain call changes is not known (because: nobody knows)",
+        "the changes of a plain call are unknown (because: nobody knows)",
         "-  -  m.layers_3.w after               differs by 0.5",
-        "-  -  o.step after                     is changed by a plain call, and not by this one",
-        "-  -  o.count after                    is changed by a plain call, and not by this one",
+        "-  -  o.step after                     changes in a plain call, but not in this one",
+        "-  -  o.count after                    changes in a plain call, but not in this one",
         "-  -  m.layers_*.w after, 10 arrays    bitwise",
         "-  -  m.layers_7.w after               bitwise (stand-ins: exp)",
         "-  -  optimizer state after, 3 arrays  bitwise",

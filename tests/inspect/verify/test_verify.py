@@ -504,9 +504,7 @@ def test_fault_missing_sum_in_one_shard_map_around_all():
 
 def test_fault_sum_too_many():
     found = held(second(lambda h, b: lax.psum(lax.psum(h @ b, "tensor"), "tensor")))
-    assert caught(
-        found, "layer2", 7, '4 times too large, which is the size of mesh axis "tensor": a sum over it too many'
-    )
+    assert caught(found, "layer2", 7, '4 times too large, the size of mesh axis "tensor": an extra sum over it')
 
 
 def test_fault_reduction_in_bfloat16():
@@ -565,7 +563,7 @@ def test_fault_mean_by_the_local_count():
             return over(lambda x: lax.psum(x.mean(0), "data"), P("data"), P())(x)
 
     found = held(f, put((8, 8), "data"))
-    assert caught(found, "layer3", 8, '2 times too large, which is the size of mesh axis "data"')
+    assert caught(found, "layer3", 8, '2 times too large, the size of mesh axis "data"')
 
 
 def test_fault_gradient_only():
@@ -725,8 +723,8 @@ def test_verify_tells_of_an_array_from_outside():
         return x @ w
 
     refused(
-        "f uses an array of shape (8, 8) from outside, which lies on 8 devices and can't be put on another mesh; "
-        "hand it over as an argument: jshard.verify(f, ..., array)",
+        "f uses an array of shape (8, 8) from outside, which is on 8 devices and can't be put on another mesh; "
+        "pass it as an argument: jshard.verify(f, ..., array)",
         f,
         put((8, 8)),
     )
@@ -759,7 +757,7 @@ def test_verify_tells_of_workers_that_one_device_can_not_stand_for():
 
 def test_verify_tells_of_a_mesh_axis_that_is_not_there():
     refused(
-        'verify was given a mesh with an axis "pipe", but the configured one is {data: 2, tensor: 4}; use data or tensor',
+        'verify(meshes=...) has an axis "pipe", but the configured mesh is {data: 2, tensor: 4}; use data or tensor',
         two_layers,
         *hand_written(),
         meshes=[{"pipe": 2}],
@@ -777,7 +775,7 @@ def test_verify_tells_of_sizes_that_a_further_mesh_can_not_split():
 
 def test_verify_tells_of_a_key_that_is_only_described():
     refused(
-        "key is only described, and a random key can't be made up; give verify the key itself",
+        "key is a ShapeDtypeStruct, and verify can't invent a random key; pass the key itself",
         lambda key, x: x * jax.random.uniform(key),
         jax.eval_shape(lambda: jax.random.key(0)),
         put((8, 8), "data"),

@@ -335,9 +335,9 @@ def faulty(change):
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        (summed_again, '2 times too large, which is the size of mesh axis "data"'),
+        (summed_again, '2 times too large, the size of mesh axis "data"'),
         (scaled_by_its_own_part, 'a sum over mesh axis "tensor" is missing'),
-        (half_as_many, '2 times too small, which is the size of mesh axis "data"'),
+        (half_as_many, '2 times too small, the size of mesh axis "data"'),
         (turned, "the right numbers in other places"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
@@ -425,5 +425,5 @@ def test_a_variable_that_a_plain_call_alone_changes_is_a_fault(axis_types):
         assert [(each.name, each.verdict) for each in verification.findings if each.is_wrong] == [
             ("model.bias after", "dropped"), ("model.kernel after", "dropped")
         ]  # fmt: skip
-        assert "is changed by a plain call, and not by this one" in str(verification)
+        assert "changes in a plain call, but not in this one" in str(verification)
         assert verification.verdict == "NOT EQUAL: 2 of 9 arrays differ on {data: 2, tensor: 4} and on one device"
