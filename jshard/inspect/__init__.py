@@ -1,1 +1,1 @@
-"""Reads programs and changes none: what they ask of the wire, and what the compiler made of it."""
+"""Tools that read programs and change none: their collectives, their compiled form, their layouts and costs."""

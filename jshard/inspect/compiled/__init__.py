@@ -1,4 +1,4 @@
-"""What a compiled program does, read from its text."""
+"""The collectives of a compiled program, read from its text."""
 
 from __future__ import annotations
 

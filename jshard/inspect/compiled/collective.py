@@ -1,4 +1,4 @@
-"""One collective of a compiled program."""
+"""A collective of a compiled program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jshard.programs.provenance import Cause
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCollective:
-    """One collective instruction, run `count` times. A combined one carries several arrays: `payloads` in bytes."""
+    """A collective instruction, run `count` times. A combined instruction carries several arrays: `payloads` in bytes."""
 
     collective: str  # a name in COLLECTIVES
     opcode: str
@@ -24,26 +24,26 @@ class CompiledCollective:
     payloads: tuple[int, ...]
     dtypes: tuple[str, ...]
     count: int
-    count_known: bool  # False inside a loop whose trips XLA does not know: then count is that of one trip
+    count_known: bool  # False inside a loop without a known number of trips: `count` is of one trip
     causes: tuple[Cause, ...]  # of each payload, as far as XLA kept its name stack
-    asynchronous: bool = False  # started, and waited for later, whatever stands between
-    hidden: float = 0.0  # share of its bytes that travel while the device works; 0 where nobody has looked
+    asynchronous: bool = False  # started here, and waited for later
+    hidden: float = 0.0  # share of its bytes sent while the device works; 0 before a walk
     members: tuple[int, ...] = ()  # the devices of its first group, by their number in the mesh
-    operations: tuple[str, ...] = ()  # what each payload comes from: dot_general, psum; "" where XLA lost it
+    operations: tuple[str, ...] = ()  # the origin of each payload: dot_general, psum; "" where XLA lost it
 
     @property
     def total(self) -> int:
-        """Bytes on the wire per device, all times."""
+        """Bytes on the wire per device, all runs."""
         return self.count * sum(COLLECTIVES[self.collective].wire(payload, self.group) for payload in self.payloads)
 
     def mesh_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """The axes of a mesh of these sizes that it runs over; () when its group is not made of whole axes."""
+        """Return the axes of its group in a mesh of these sizes; () if the group is not made of whole axes."""
         return axes_of(self.collective, self.members, sizes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Large:
-    """One of the largest arrays while a program runs."""
+    """One of the largest arrays of a running program."""
 
     size: int
     shape: str  # f32[8,4]
@@ -55,14 +55,14 @@ class Large:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one number as a device holds it: `pred` and what is narrower than a byte take one."""
+    """Return the bytes of a number on a device: `pred` and types narrower than a byte take a byte."""
     digits = re.match(r"[a-z]+(\d+)", dtype)
     return max(1, int(digits[1]) // 8) if digits else 1
 
 
 def axes_of(collective: str, members: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh of these sizes that a group of its devices lies along; () when it is not made of whole axes. Permutes
-    go along a part of an axis too: around one row of a torus whose rows are one axis of the mesh."""
+    """Return the axes of a mesh of these sizes along which a group varies; () if the group is not made of
+    whole axes. A permute may also cover part of an axis: one row of a torus whose rows form a mesh axis."""
     if not members or max(members) >= math.prod(sizes.values()):
         return ()
     places = [np.unravel_index(member, tuple(sizes.values())) for member in members]

@@ -23,7 +23,7 @@ CALLED = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_co
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 CALLED_MANY = re.compile(r"\bcalled_computations=\{([^}]*)\}")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-DEVICES = 100_000  # by which a TPU's device numbers differ from one slice to the next
+DEVICES = 100_000  # the step of a TPU's device numbers from slice to slice
 NO_RESULT = frozenset(
     "parameter constant get-tuple-element tuple bitcast broadcast iota partition-id after-all".split()
 )
@@ -33,7 +33,7 @@ CHAIN = re.compile(r'frontend_attributes=\{[^}]*chain_id="(\d+)"')
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation; `rest` is what follows the opening bracket: operands and attributes."""
+    """A line of a computation. `rest` is the text after the opening bracket: operands and attributes."""
 
     name: str
     type: str
@@ -42,7 +42,7 @@ class Instruction:
 
     @classmethod
     def of(cls, name: str, text: str) -> Instruction:
-        """Read what stands behind `%name = `."""
+        """Read the text after `%name = `."""
         depth = 0
         for place, character in enumerate(text):
             depth += (character in "({[") - (character in ")}]")
@@ -57,25 +57,25 @@ class Instruction:
 
     @property
     def constant(self) -> int | None:
-        """The whole number that it is."""
+        """The integer of a constant, else None."""
         found = re.match(r"(-?\d+)\)", self.rest)
         return int(found[1]) if found and self.opcode == "constant" else None
 
     @property
     def index(self) -> int | None:
-        """Which element of a tuple it takes."""
+        """The index of a get-tuple-element, else None."""
         found = re.search(r"\), index=(\d+)", self.rest)
         return int(found[1]) if found and self.opcode == "get-tuple-element" else None
 
     @property
     def between_slices(self) -> tuple[str, str] | None:
-        """Of a send to other slices, or of what comes from there: the name that both have, and the collective."""
+        """The rendezvous name and the collective of a send or recv between slices, else None."""
         found = BETWEEN_SLICES.search(self.rest) if self.opcode in ("send", "recv") else None
         return None if found is None else (found[1], {"ONE_TO_ONE": "permute"}.get(found[2], found[2].lower()))
 
     @property
     def called(self) -> list[str]:
-        """The computations that it runs."""
+        """The computations it runs."""
         names = [found[1] for found in CALLED.findall(self.rest)]
         for found in (*BRANCHES.findall(self.rest), *CALLED_MANY.findall(self.rest)):
             names += [name.strip().lstrip("%") for name in found.split(",")]
@@ -88,13 +88,13 @@ Computation = dict[str, Instruction]
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """How a computation is run."""
+    """The context of a computation: its number of runs."""
 
     count: int = 1
-    turns: int = 1  # how often any device runs it, while others wait
-    before: int = 1  # how often the loop runs that it is in
+    turns: int = 1  # runs on any device, while others wait
+    before: int = 1  # runs of the loop around it
     count_known: bool = True
-    around: str = ""  # attributes of the instruction that calls it
+    around: str = ""  # attributes of the calling instruction
     is_async: bool = False
 
 
@@ -112,12 +112,12 @@ class HloProgram:
                 self.entry = found[2] if found[1] else self.entry
             elif found := INSTRUCTION.match(line):
                 inside[found[1]] = Instruction.of(found[1], found[2])
-        head = text.partition("\n")[0]  # long, where it lays out many arguments
-        # Of one slice, where there are several.
+        head = text.partition("\n")[0]
+        # the devices of one slice
         self.devices = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head))
 
     def trips(self, name: str, loop: Instruction) -> int | None:
-        """How often a loop runs: XLA says so, or it counts one of its values from a constant up to a constant by one."""
+        """Return the trips of a loop: XLA's own count, or that of an index counted up to a constant; None if unknown."""
         if stated := TRIPS.search(loop.rest):
             return int(stated[1])
         called = dict(CALLED.findall(loop.rest))
@@ -135,8 +135,8 @@ class HloProgram:
         return None if start.constant is None or not step else max(0, -(-(end.constant - start.constant) // step))
 
     def results(self, name: str) -> Iterator[tuple[int, str, str]]:
-        """The arrays that one computation and those it runs put into memory: bytes, `f32[8,4]`, name stack. What a
-        fusion computes on its way stays in registers."""
+        """Yield the arrays a computation and its callees write to memory: bytes,
+        `f32[8,4]`, name stack. Values inside a fusion stay in registers."""
         for each in self.computations[name].values():
             if each.opcode in ("while", "call", "conditional"):
                 for called in each.called:
@@ -146,24 +146,24 @@ class HloProgram:
                     yield _bytes(found[1], found[2]), found[0], op_name(each.rest)
 
     def chain(self, name: str) -> str | None:
-        """The chain that a fusion is a piece of: a TPU runs one collective in pieces, inside the fusions that it hides
-        behind, and every piece repeats the instruction."""
+        """Return the chain of a fusion that is a piece of a collective, else None. A TPU runs a
+        collective in pieces, inside the fusions that hide it, and every piece repeats the instruction."""
         rests = (each.rest for each in self.computations[name].values())
         return next((found[1] for rest in rests if (found := CHAIN.search(rest))), None)
 
     def collective(self, name: str, each: Instruction, site: Site) -> CompiledCollective:
-        """Read the collective that an instruction of a computation is."""
+        """Read the collective of an instruction."""
         kind, is_start = KIND_OF[each.opcode.removesuffix("-start")], each.opcode.endswith("-start")
         joined = members(each.rest, self.devices)
         arrays = _payload_arrays(each.type, each.opcode)
         if kind.name == "all_reduce" and name.startswith("all-reduce-scatter"):
-            # a TPU's, which it writes as an all-reduce and a slice of its own padding: what goes in is the full array
+            # A TPU writes a reduce-scatter as an all-reduce and a slice with padding; the operand is the full array.
             kind = COLLECTIVES["reduce_scatter"]
             arrays = _arrays(" ".join(e.type for e in self.computations[name].values() if e.opcode == "parameter"))
-        elif kind.name == "reduce_scatter" and not is_start:  # its result is one part
+        elif kind.name == "reduce_scatter" and not is_start:  # its result is one shard
             arrays = [(dtype, size * len(joined)) for dtype, size in arrays]
         payloads = tuple(size for _, size in arrays)
-        if kind.name == "all_to_all":  # one array, in parts
+        if kind.name == "all_to_all":  # its arrays are parts of one array
             payloads = (sum(payloads),)
         names = self._names(name, each, site.around, len(payloads))
         sources = self._sources(name, each, site.around, len(payloads))
@@ -184,7 +184,7 @@ class HloProgram:
         )
 
     def across(self, send: Instruction, receive: Instruction, site: Site) -> CompiledCollective:
-        """Read a transfer between slices, of which XLA keeps no name stack."""
+        """Read a transfer between slices. XLA keeps no name stack of it."""
         assert send.between_slices is not None
         _, kind = send.between_slices
         assert kind in COLLECTIVES, f"a transfer between slices that jshard does not know: {kind}"
@@ -206,9 +206,9 @@ class HloProgram:
         )
 
     def _names(self, name: str, collective: Instruction, around: str, arrays: int) -> tuple[str, ...]:
-        """The name stack of each array that a collective carries. Of a combined one XLA keeps one, or joins them, but
-        those who take the results apart still carry theirs; of a rewritten one the fusion around it, or the
-        computation that adds two numbers, may have what is left."""
+        """Return the name stack of each array of a collective. XLA keeps a single stack of a combined
+        collective, or joins them, but the readers of its results still have theirs. Of a rewritten
+        collective the surrounding fusion, or the computation of its sum, may have the rest."""
         own = op_name(collective.rest) or op_name(around)
         parts = split(own)
         if len(parts) == arrays:
@@ -228,7 +228,7 @@ class HloProgram:
         return tuple(taken.get(number, own) for number in range(arrays))
 
     def _sources(self, name: str, collective: Instruction, around: str, arrays: int) -> tuple[str, ...]:
-        """The line of the program behind each array: of a combined collective, behind what makes each of its operands."""
+        """Return the program line of each array; of a combined collective, the line that makes each operand."""
         own = self.frames.source(collective.rest) or self.frames.source(around)
         makers = [self.computations[name].get(operand, NOTHING) for operand in collective.operands]
         if arrays == 1 or len(makers) != arrays:
@@ -237,7 +237,7 @@ class HloProgram:
 
 
 def _element(computation: Computation, holder: Instruction, index: int) -> Instruction:
-    """Find the instruction that makes one element of a tuple, through copies."""
+    """Return the instruction that makes an element of a tuple, through copies."""
     found = computation.get(holder.operands[index], NOTHING) if holder.opcode == "tuple" else NOTHING
     while found.opcode in ("copy", "bitcast"):
         found = computation.get(found.operands[0], NOTHING)
@@ -245,10 +245,9 @@ def _element(computation: Computation, holder: Instruction, index: int) -> Instr
 
 
 def _payload_arrays(result: str, opcode: str) -> list[tuple[str, int]]:
-    """The arrays (dtype, bytes) that a collective's price counts. A start's result holds operands and results."""
-    if opcode in ("all-gather-start", "collective-permute-start", "collective-broadcast-start"):
-        result = _elements(result)[1]
-    elif opcode == "all-reduce-start" and result.startswith("(("):
+    """Return the arrays (dtype, bytes) in the price of a collective. A start's type holds operands and results."""
+    has_two = ("all-gather-start", "collective-permute-start", "collective-broadcast-start")
+    if opcode in has_two or (opcode == "all-reduce-start" and result.startswith("((")):
         result = _elements(result)[1]
     elif opcode == "reduce-scatter-start":
         result = _elements(result)[0]
@@ -256,12 +255,12 @@ def _payload_arrays(result: str, opcode: str) -> list[tuple[str, int]]:
 
 
 def _arrays(type_: str) -> list[tuple[str, int]]:
-    """The arrays (dtype, bytes) of a type."""
+    """Return the arrays (dtype, bytes) of a type."""
     return [(dtype, _bytes(dtype, shape)) for dtype, shape in ARRAY.findall(type_)]
 
 
 def _elements(result: str) -> list[str]:
-    """The members of a tuple type."""
+    """Return the members of a tuple type."""
     members, depth, start = [], 0, 1
     for place, character in enumerate(result):
         depth += (character in "({[") - (character in ")}]")
@@ -272,7 +271,7 @@ def _elements(result: str) -> list[str]:
 
 
 def bytes_of(type_: str) -> int:
-    """The bytes of all arrays of a type."""
+    """Return the bytes of all arrays of a type."""
     return sum(size for _, size in _arrays(type_))
 
 
@@ -280,11 +279,11 @@ def _bytes(dtype: str, shape: str) -> int:
     return math.prod(int(size) for size in shape.split(",") if size) * itemsize(dtype)
 
 
-# -- the devices that a collective joins --
+# -- the devices of a collective --
 
 
 def members(rest: str, devices: int) -> tuple[int, ...]:
-    """The devices that a collective joins in its first group, from any of the spellings of `replica_groups`."""
+    """Return the devices in the first group of a collective, for any spelling of `replica_groups`."""
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", rest):
         return _ring([(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])])
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
@@ -302,8 +301,8 @@ def members(rest: str, devices: int) -> tuple[int, ...]:
 
 
 def slices(rest: str) -> tuple[int, ...]:
-    """The slices, from 0, that a transfer between slices joins in its first group: of devices by their number, which begins
-    with that of the slice, or of slices for devices of each."""
+    """Return the slices, from 0, in the first group of a transfer between slices. XLA lists
+    devices, by numbers that begin with the slice's, or slices for the devices of each."""
     found = re.search(r'_xla_megascale_target="?\{((?:\{[^}]*\},?)+|[\d,]+)\}', rest)
     assert found, f"a target of a transfer between slices that jshard does not know: {rest}"
     if not found[1].startswith("{"):
@@ -313,14 +312,14 @@ def slices(rest: str) -> tuple[int, ...]:
 
 
 def _numbered(shape: str, order: str | None) -> np.ndarray:
-    """Devices as `[2,4]T(1,0)` numbers them."""
+    """Return the devices in the order of `[2,4]T(1,0)`."""
     numbers = np.arange(math.prod(map(int, shape.split(",")))).reshape(tuple(map(int, shape.split(","))))
     return numbers.transpose(tuple(map(int, order.split(",")))) if order else numbers
 
 
 def _along(devices: np.ndarray, axes: list[str], named: list[tuple[str, str, str]]) -> np.ndarray:
-    """The devices of the first group over the named axes of a mesh: 'data', or a part of it: 'data':(1)2, two of its
-    devices that lie as far apart as the devices of what follows in it."""
+    """Return the devices of the first group over the named axes of a mesh. An axis is 'data', or a
+    part of it: 'data':(1)2 is two of its devices, as far apart as the rest of the axis is long."""
     index: list[Any] = [slice(0, 1)] * devices.ndim
     for axis, before, part in named:
         size = devices.shape[axes.index(axis)]
@@ -330,7 +329,7 @@ def _along(devices: np.ndarray, axes: list[str], named: list[tuple[str, str, str
 
 
 def _ring(pairs: list[tuple[int, int]]) -> tuple[int, ...]:
-    """The devices that send to each other, directly or not: of several separate rings, those of the first."""
+    """Return the devices that send to each other, directly or not; of several separate rings, the first."""
     moving = [pair for pair in pairs if pair[0] != pair[1]]
     joined = set(moving[0]) if moving else {0}
     while more := {device for pair in moving if joined & set(pair) for device in pair} - joined:

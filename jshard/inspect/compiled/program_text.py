@@ -1,4 +1,4 @@
-"""A compiled program as text in which only what runs is left: two texts are equal when the programs are."""
+"""The text of a compiled program, reduced to its meaning: the texts of equal programs are equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ARGUMENT = re.compile(r"(?:(?<=\()|(?<=, ))[\w.\-]+: ")  # of a computation, in 
 
 
 def normalised(compiled: Any) -> str:
-    """The compiled text without the names of instructions and computations, the places in the source and the scopes."""
+    """Return the compiled text without names of instructions and computations, source places and scopes."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     lines: list[str] = []
     inside_table = False
@@ -33,7 +33,7 @@ def normalised(compiled: Any) -> str:
 
 
 def first_difference(old: str, new: str) -> tuple[int, str, str]:
-    """How many lines of two programs differ, and the first of them on both sides."""
+    """Return the number of different lines of two programs, and the first of them on both sides."""
     pairs = itertools.zip_longest(old.splitlines(), new.splitlines(), fillvalue="")
     differing = [(one.strip(), other.strip()) for one, other in pairs if one != other]
     one, other = differing[0] if differing else ("", "")
@@ -41,7 +41,7 @@ def first_difference(old: str, new: str) -> tuple[int, str, str]:
 
 
 def digest(text: str) -> dict[str, Any] | None:
-    """Return the number of lines and a hash of a compiled text, equal where two differ in names alone; None without a text."""
+    """Return the number of lines and a hash of a compiled text, independent of names; None without a text."""
     if not text:
         return None
     bare = normalised(text)

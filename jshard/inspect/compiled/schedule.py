@@ -1,5 +1,4 @@
-"""The schedule of a compiled program: its work in the order of time, and where collectives begin and are waited for; and all of
-its collectives: what XLA made of what was asked."""
+"""The schedule of a compiled program: its work in order of time, and the starts and ends of its collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ FREE = frozenset("parameter constant get-tuple-element tuple bitcast partition-i
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Work:
-    """An instruction on the device's own time, and the computation that has its operands."""
+    """An instruction on the device's own time, and the computation with its operands."""
 
     instruction: Instruction
     computation: Computation
@@ -25,7 +24,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Start:
-    """Where a collective begins; `name` is what its `Done` has too. A synchronous one is waited for at once."""
+    """The start of a collective. `name` is also that of its `Done`; a synchronous collective is waited for at once."""
 
     name: str
     collective: CompiledCollective
@@ -33,20 +32,20 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Done:
-    """Where a collective is waited for; of what is no collective, as a copy, nothing."""
+    """The point where the device waits for a collective. For copies and other transfers it means nothing."""
 
     name: str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop:
-    trips: int  # 1 where nobody knows
+    trips: int  # 1 if unknown
     body: tuple[Event, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Branches:
-    """One of them is taken: by this device in the share `own` of the turns of a loop, by any in the share `shared`."""
+    """Branches of a conditional: this device takes them in the share `own` of a loop's turns, any device in `shared`."""
 
     branches: tuple[tuple[Event, ...], ...]
     own: float = 1.0
@@ -57,19 +56,19 @@ Event = Work | Start | Done | Loop | Branches
 
 
 def collectives_in(compiled: Any) -> list[CompiledCollective]:
-    """The collectives of `compiled` (a compiled program, or its text), in the order of the text's calls. Loops count by
-    their trips, and every branch of a conditional counts."""
+    """Return the collectives of a compiled program, or of its text, in the order of the
+    text's calls. Loops count by their trips, and every branch of a conditional counts."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     return list(collectives_of(schedule_of(HloProgram(text))))
 
 
 def wire_bytes(compiled: object) -> int:
-    """Bytes that each device puts on the wire in one run of a compiled program (or of its text)."""
+    """Return the bytes on the wire per device, in a run of a compiled program (or of its text)."""
     return sum(got.total for got in collectives_in(compiled))
 
 
 def schedule_of(program: HloProgram) -> tuple[Event, ...]:
-    """Read the schedule. A collective that stands where nobody was seen to call it is an assertion."""
+    """Read the schedule. A collective in a computation without a known caller is an assertion."""
     reader = _ScheduleReader(program)
     events = tuple(reader.events(program.entry, Site()))
     for name, instructions in program.computations.items():
@@ -96,12 +95,11 @@ class _ScheduleReader:
     def __init__(self, program: HloProgram):
         self.program = program
         self.read: set[str] = set()
-        # Of asynchronous fusions that have begun, maybe before the loop that they go on in.
-        self.chains: set[str] = set()
-        self.updates: dict[str, str] = {}  # of a start that is waited for by another name
+        self.chains: set[str] = set()  # chains of asynchronous fusions that have started, maybe outside the loop
+        self.updates: dict[str, str] = {}  # the name of a start, by another name its `Done` waits for
 
     def events(self, name: str, site: Site) -> Iterator[Event]:
-        """Yield the schedule of one computation, with that of those it calls."""
+        """Yield the schedule of a computation, its callees' included."""
         self.read.add(name)
         computation = self.program.computations[name]
         for each in computation.values():
@@ -110,7 +108,7 @@ class _ScheduleReader:
                 yield Start(each.name, collective)
                 if not collective.asynchronous:
                     yield Done(each.name)
-            elif (between := each.between_slices) is not None:  # each is sent and received under one name
+            elif (between := each.between_slices) is not None:  # a send and its recv have one name
                 rendezvous, _ = between
                 if each.opcode == "send":
                     receives = (i for i in computation.values() if i.opcode == "recv" and i.between_slices == between)
@@ -141,7 +139,7 @@ class _ScheduleReader:
                 yield from self._inside(each, site)
 
     def _inside(self, each: Instruction, site: Site) -> Iterator[Event]:
-        """Yield the collectives of what an instruction runs. They begin with it, and end with it or with its done."""
+        """Yield the collectives inside an instruction. They start with it, and end with it or with its done."""
         is_start = each.opcode.endswith("-start")
         inside = dataclasses.replace(site, around=each.rest, is_async=site.is_async or is_start)
         for called in each.called:
@@ -151,8 +149,8 @@ class _ScheduleReader:
             yield Done(each.name)
 
     def _piece(self, each: Instruction, computation: Computation, chain: str, site: Site) -> Iterator[Event]:
-        """Yield the work of a fusion that a TPU runs a piece of a collective in. The pieces of a chain are one collective,
-        though each repeats the instruction."""
+        """Yield the work of a fusion with a piece of a TPU's collective inside. The
+        pieces of a chain are one collective, though each repeats the instruction."""
         (called,) = each.called
         rests = " ".join(inner.rest for inner in self.program.computations[called].values())
         targets = re.findall(r'custom_call_target="AsyncCollective(Start|Done)', rests)

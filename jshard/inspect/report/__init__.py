@@ -1,4 +1,4 @@
-"""`jshard report`: one page on where everything lies and what a step costs."""
+"""`jshard report`: a page on layouts and on the costs of a step."""
 
 from __future__ import annotations
 

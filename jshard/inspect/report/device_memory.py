@@ -1,4 +1,4 @@
-"""What each device holds at rest, as bars, and what each stage of a pipeline holds, keeps and sends."""
+"""The memory at rest on each device, as bars, and the memory and traffic of each stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def memory_bars(facts: Facts) -> Markup:
         return element("p", "The program holds nothing from one step to the next.", class_="quiet")
     kinds = [kind for kind in AT_REST if any(device[kind] for device in memory)]
     runs = itertools.groupby(range(len(memory)), memory.__getitem__)
-    groups = [list(numbers) for _, numbers in runs]  # neighbours that hold as much
+    groups = [list(numbers) for _, numbers in runs]  # neighbours with equal memory
     more = len(groups) - MOST_BARS
     bars = [_bar(run[0], run[-1], memory[run[0]], most, kinds) for run in groups[:MOST_BARS]]
     heaviest = {kind: measured(max(device[kind] for device in memory)) for kind in kinds}
@@ -58,11 +58,11 @@ def _colour(kind: str) -> str:
 
 
 def stages(facts: Facts) -> Markup:
-    """Each pipeline of the program: figures by stage, then the picture."""
+    """Draw each pipeline of the program: figures by stage, then the schedule."""
     parts = []
     for staged in facts.ledger.stages:
         cost, rows = Cost(staged.table), list(_rows(facts, staged))
-        parts.append(element("p", f"{cost}. What a stage holds is that of its device that holds most.", class_="says"))
+        parts.append(element("p", f"{cost}. The memory of a stage is that of its fullest device.", class_="says"))
         parts.append(table(f"stages of {staged.table.name}", HEAD, rows, numbers=range(1, len(HEAD))))
         parts.append(drawn([cost]))
     return element("div", parts)

@@ -1,4 +1,4 @@
-"""What a page tells, without a word of HTML: the mesh, where every array lies, the ledger, the text that it is about."""
+"""The facts of a page, without HTML: the mesh, the layout of every array, the ledger, the configuration's text."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from jshard.errors import Location
 from jshard.inspect.ledger.ledger import Ledger
 from jshard.inspect.ledger.memory import KINDS
 
-PARAMETER, GRADIENT, OPTIMIZER, OTHER = AT_REST = tuple(KINDS)  # of what is held between steps
+PARAMETER, GRADIENT, OPTIMIZER, OTHER = AT_REST = tuple(KINDS)  # the kinds of arrays held between steps
 ACTIVATION = "activation"
 BATCH = "batch"
-Index = tuple[int, ...]  # of a part, along each axis of its array
+Index = tuple[int, ...]  # of a shard, along each axis of its array
 
 
 @dataclasses.dataclass(frozen=True)
 class Laid:
-    """One array and how it lies. `axes` are the mesh axes of each of its axes; `mesh` is None when no mesh tells."""
+    """An array and its layout. `axes` are the mesh axes of each of its axes; `mesh` is None for an array without a mesh."""
 
     kind: str
     path: tuple[str, ...]
-    signal: str  # "-" when no signal was around
+    signal: str  # "-" outside every signal
     place: Location | None
     shape: tuple[int, ...]
     dtype: str
@@ -35,34 +35,34 @@ class Laid:
     axes: tuple[tuple[str, ...], ...]
     mesh: Any
     note: str = ""
-    device: Any = None  # the only one that holds it
+    device: Any = None  # its only device
 
     @property
     def ways(self) -> tuple[int, ...]:
-        """Into how many parts each axis is split."""
+        """The number of shards along each axis."""
         if self.mesh is None:
             return (1,) * len(self.shape)
         return tuple(math.prod(self.mesh.shape[name] for name in names) for names in self.axes)
 
     @property
     def local(self) -> tuple[int, ...]:
-        """The shape of one device's part."""
+        """The shape of a shard."""
         return tuple(size // ways for size, ways in zip(self.shape, self.ways, strict=True))
 
     @property
     def bytes_each(self) -> int:
-        """Bytes on each device that holds a part."""
+        """Bytes on each device with a shard."""
         return math.prod(self.local) * self.itemsize
 
     def is_everywhere(self, full_mesh: Mesh) -> bool:
-        """Whether every device of the whole mesh holds a part."""
+        """Return True if every device of the whole mesh holds a shard."""
         if self.mesh is None or full_mesh is None:
             return self.device is None or not isinstance(full_mesh, Mesh)
         return dict(self.mesh.shape) == dict(full_mesh.shape)
 
     def tiles(self, full_mesh: Mesh) -> list[Index | None]:
-        """For each device of the whole mesh, in its order, the index of its part along each axis; None: holds nothing.
-        An array that nobody has placed is taken to be on every device, as jit takes it."""
+        """Return the index of each device's shard along each axis, in the order of the whole mesh;
+        None without a shard. An array without a placement counts as on every device, as under jit."""
         whole: Index = (0,) * len(self.shape)
         if self.is_everywhere(full_mesh):
             if self.mesh is None or full_mesh is None:
@@ -75,7 +75,7 @@ class Laid:
         return [held.get(device) for device in full_mesh.devices.flat]
 
     def _parts(self) -> list[Index]:
-        """For each device of the array's own mesh."""
+        """Return the index of the shard of each device in the array's own mesh."""
         sizes = self.mesh.shape
         places = dict(zip(sizes, np.indices([*sizes.values()]).reshape(len(sizes), -1), strict=True))
         found = np.zeros((self.mesh.size, len(self.axes)), int)
@@ -87,15 +87,15 @@ class Laid:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Everything that one page tells."""
+    """The facts of a page."""
 
     title: str
     about: tuple[str, ...]  # short phrases under the title
-    mesh: Any  # of devices, or an abstract one where they need not be here; None: one device
+    mesh: Any  # of devices, or an abstract mesh; None: a single device
     arrays: tuple[Laid, ...]
     ledger: Ledger
     texts: Mapping[str, Sequence[str]]  # the lines of each file of the configuration
-    settings: frozenset[Location] = frozenset()  # lines about the experiment, where no word means a mesh axis
+    settings: frozenset[Location] = frozenset()  # lines about the experiment: their words are no mesh axes
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -116,14 +116,14 @@ class Facts:
     def memory(self) -> list[dict[str, int]]:
         """Bytes at rest on each device, by kind."""
         everywhere: dict[str, int] = dict.fromkeys(AT_REST, 0)
-        some: list[Laid] = []
+        elsewhere: list[Laid] = []
         for array in self.of(*AT_REST):
             if array.is_everywhere(self.mesh):
                 everywhere[array.kind] += array.bytes_each
             else:
-                some.append(array)
+                elsewhere.append(array)
         sums = [dict(everywhere) for _ in range(self.devices)]
-        for array in some:
+        for array in elsewhere:
             for device, tile in zip(sums, array.tiles(self.mesh), strict=True):
                 device[array.kind] += array.bytes_each if tile is not None else 0
         return sums

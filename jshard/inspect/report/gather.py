@@ -30,7 +30,7 @@ from jshard.signals.describe import component_words
 
 @runtime_checkable
 class TrainingProgram(Protocol):
-    """What `jshard train` trains, as far as a page needs it."""
+    """The part of an experiment that a page reads."""
 
     configuration: Configuration
     model: Any
@@ -42,7 +42,7 @@ class TrainingProgram(Protocol):
 
 
 def facts_of_experiment(experiment: TrainingProgram) -> Facts:
-    """The facts of a whole training step."""
+    """Return the facts of a training step."""
     present = experiment.configuration
     train = present.train
 
@@ -58,7 +58,7 @@ def facts_of_experiment(experiment: TrainingProgram) -> Facts:
 
 
 def facts_of_function(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:
-    """The facts of `f(*args, **kwargs)`."""
+    """Return the facts of `f(*args, **kwargs)`."""
     named = {**{f"argument {number}": arg for number, arg in enumerate(args)}, **kwargs}
     models = {name: arg for name, arg in {**named, "": f}.items() if isinstance(arg, nnx.Module)}
     prefixes = [(name,) if name and len(models) > 1 else () for name in models]
@@ -75,7 +75,7 @@ def facts_of_function(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _facts(title: str, about: tuple[str, ...], laid: list[Laid], traced: Traced, ledger: Ledger) -> Facts:
-    """Add the arrays between the layers of the traced forward, and what the loaded configuration says."""
+    """Return the facts, with the arrays between the layers of the traced forward and the loaded configuration."""
     present = current.configuration()
     between = collections.Counter(_between(traced.forward().jaxpr, Cause())).items()
     arrays = (*laid, *(dataclasses.replace(each, note=f"{n:,} × " if n > 1 else "") for each, n in between))
@@ -109,8 +109,7 @@ def _laid(kind: str, path: tuple[str, ...], array: Shaped, signals: tuple[str, .
 
 
 def _at_rest(models: list[tuple[Any, Any]], optimizers: list[Any]) -> list[Laid]:
-    """What models and optimizers hold; models in the order of the configuration's lines, which is more often the program's
-    than that of the alphabet is."""
+    """Return the arrays of models and optimizers, in the order of the configuration's lines, mostly that of the program."""
     found = []
     for each in held(models, optimizers):
         path = each.path[1:] if each.path[:1] == ("opt_state",) else each.path
@@ -126,8 +125,8 @@ def _in_the_text(array: Laid) -> tuple[bool, str, int, int]:
 
 
 def _between(jaxpr: Any, outside: Cause) -> Iterator[Laid]:
-    """What each signal's shard_map hands on, in program order. A program that is differentiated already shows none: its
-    results are mixed with what the backward keeps."""
+    """Yield the results of each signal's shard_map, in program order. A
+    differentiated program shows none: there results are mixed with residuals."""
     for eqn in jaxpr.eqns:
         stack = eqn.source_info.name_stack.stack
         if any(type(part).__name__ == "Transform" for part in stack):
@@ -149,7 +148,7 @@ def _between(jaxpr: Any, outside: Cause) -> Iterator[Laid]:
 
 
 def _texts(present: Configuration) -> dict[str, list[str]]:
-    """The files that the configuration was read from, the one that was named first."""
+    """Return the files of the configuration with their lines, the named file first."""
     places = [Location(present.source), *present.train_places.values()]
     places += [place for signal in present.signals.values() for place in (signal.place, *signal.places.values())]
     places += [] if present.mesh is None else [present.mesh.place]

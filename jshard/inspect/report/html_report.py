@@ -1,4 +1,4 @@
-"""`jshard report`: one page on where everything lies, what goes over the wire, what is held, and the YAML with its prices."""
+"""`jshard report`: a page on layouts, traffic and memory, and the YAML with its prices."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ LINKS = (("YAML", "#source"), ("Layout", "#places"), ("Wire", "#ledger-section")
 FOOTER = (
     "Bytes on the wire are per device, for a group of n and a payload b: all-reduce 2b(n−1)/n; all-gather, reduce-scatter and "
     "all-to-all b(n−1)/n; permute b. A gradient is counted as large as its parameter.",
-    "What was asked is read from the program's own jaxpr, its backward included; nothing ran.",
+    "The collectives are read from the program's own jaxpr, its backward included; nothing ran.",
 )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """A page and the facts it tells. It prints as one line about it; `save` writes it."""
+    """A page and its facts. It prints as a line about the page; `save` writes the page."""
 
     facts: Facts
     html: str
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page to one HTML file, which needs nothing else."""
+        """Write the page to an HTML file without dependencies."""
         return write(Path(path), self.html.encode(), "the report", "-o report.html")
 
     def __str__(self) -> str:
@@ -65,13 +65,13 @@ def report(f: TrainingProgram | Callable[..., Any], *args: object, **kwargs: obj
 
 
 def page(facts: Facts) -> str:
-    """The whole page."""
+    """Return the whole page as HTML."""
     colours = Colours(facts.mesh_axes)
     pictures = Pictures(facts, colours)
     priced = section(
         "source",
         "The configuration, priced",
-        "Each line with what it puts on the wire, per device and step, and what it keeps at rest.",
+        "Each line with its bytes on the wire, per device and step, and its bytes at rest.",
         source(facts, colours),
     )
     return document(
@@ -86,7 +86,7 @@ def page(facts: Facts) -> str:
             section(
                 "places",
                 "Where everything lies",
-                "Choose an array: each device shows the part of it that it holds.",
+                "Choose an array: each device shows its shard of it.",
                 _places(facts, colours, pictures),
                 claims_table(facts),
             ),
@@ -99,13 +99,13 @@ def page(facts: Facts) -> str:
             section(
                 "memory",
                 "Memory at rest",
-                "What each device holds from one step to the next. Activations and temporaries come on top.",
+                "The memory of each device between steps. Activations and temporaries come on top.",
                 memory_bars(facts),
             ),
             section(
                 "stages",
                 "The stages",
-                "What each runs when, and what it holds, keeps and sends in a step.",
+                "The schedule of each stage, and its memory and traffic in a step.",
                 stages(facts),
             )
             if facts.ledger.stages
@@ -166,7 +166,7 @@ def _places(facts: Facts, colours: Colours, pictures: Pictures) -> Markup:
 
 
 def _devices(facts: Facts) -> list[str]:
-    """Each device in words: `data 1, tensor 2`."""
+    """Return each device in words: `data 1, tensor 2`."""
     if facts.mesh is None:
         return ["the only device"]
     sizes = facts.mesh.shape

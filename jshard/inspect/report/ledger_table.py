@@ -1,5 +1,4 @@
-"""The ledger as a table: the script sorts it, folds it by signal, mesh axis or phase; without a script it is in program
-order."""
+"""The ledger as an HTML table in program order; a script sorts it and folds it by signal, mesh axis or phase."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from jshard.printing.pages.shell import stack, table
 from jshard.printing.pages.words import NO_SIGNAL, Colours, linked, measured, signal_name
 from jshard.programs.provenance import PHASES
 
-COLUMNS = (  # key, title, whether it sorts as a number
+COLUMNS = (  # key, title, True if it sorts as a number
     ("place", "Line", False),
     ("signal", "Signal", False),
     ("phase", "Phase", False),
@@ -80,7 +79,7 @@ def _row(line: Line, number: int, most: int, colours: Colours, sources: tuple[st
     place = f"{line.place.source}:{line.place.line or 0:07d}" if line.place is not None else ""
     chips = [colours.chip(name) for name in line.mesh_axes]
     bar = stack([(f"fill {colours.of(line.mesh_axes[0])}", line.total)], most)
-    cells = (  # what each column sorts by, and shows
+    cells = (  # the sort key and the content of each column
         (place, linked(line.place, sources)),
         (line.signal, signal_name(line.signal)),
         (f"{PHASES.index(line.phase)} {line.phase}", element("span", line.phase)),
@@ -106,8 +105,8 @@ def _row(line: Line, number: int, most: int, colours: Colours, sources: tuple[st
 
 
 def claims_table(facts: Facts) -> Markup | None:
-    """What each claim says beside how its parameters lie."""
-    head = "Line", "Signal", "Asked", "Parameter", "Array", "In use", "At rest", "A device's part", "Told by", "Why not"
+    """Draw the claims beside the layouts of their parameters."""
+    head = "Line", "Signal", "Asked", "Parameter", "Array", "In use", "At rest", "Shard", "First use", "Why not"
     rows = ((linked(each.place, facts.sources), *each.cells()[1:]) for each in facts.ledger.claims)
     return table("claims", head, rows, numbers=()) if facts.ledger.claims else None
 

@@ -1,4 +1,4 @@
-"""The mesh as a picture: a cell for each device, in which the script shows what it holds of the array that one chooses."""
+"""The mesh as a picture: a cell for each device, in which the script draws its shard of the chosen array."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from jshard.printing.markup import Markup, element, joined
 from jshard.printing.pages.words import Colours, linked, measured
 
 ACROSS = 16  # devices side by side
-MOST_DEVICES = 1024  # drawn; of a larger mesh the first ones, which is said
+MOST_DEVICES = 1024  # of a larger mesh only the first are drawn, and a sentence says so
 
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """Devices side by side along one mesh axis; `at` is where they stand: the first and last index along each axis that
-    tells rows apart."""
+    """Devices side by side along a mesh axis. `at` has the first and last index along each axis that tells rows
+    apart."""
 
     devices: tuple[int, ...]
     at: tuple[tuple[str, int, int], ...]
 
 
 def across(sizes: Mapping[str, int]) -> str:
-    """The longest mesh axis, which runs right; of equal ones the last."""
+    """Return the longest mesh axis, drawn to the right; of equal axes the last."""
     return max(reversed([*sizes]), key=lambda name: sizes[name], default="")
 
 
 def strips(sizes: Mapping[str, int]) -> Iterator[Strip]:
-    """Every device once, numbered in the order of the mesh. Mesh axes of size one are left out of `at`."""
+    """Yield every device once, in the order of the mesh. `at` leaves out mesh axes of size 1."""
     name = across(sizes)
     others = [other for other in sizes if other != name]
     numbers = np.arange(np.prod([*sizes.values()], dtype=int)).reshape(tuple(sizes.values()) or 1)
@@ -47,7 +47,7 @@ def strips(sizes: Mapping[str, int]) -> Iterator[Strip]:
 
 
 def mesh_picture(facts: Facts, colours: Colours) -> Markup:
-    """Draw a cell for each device; the script puts in place what it holds, and folds rows of a large mesh that hold alike."""
+    """Draw a cell for each device. The script fills them, and folds equal rows of a large mesh."""
     sizes = {} if facts.mesh is None else dict(facts.mesh.shape)
     name = across(sizes)
     drawn, rows = 0, []
@@ -98,13 +98,12 @@ def _device(number: int, x: float, cell: float) -> Markup:
     )
 
 
-# -- an array on it --
+# -- an array on the mesh --
 
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """An array as a rectangle of parts: its last axis runs right; its second to last, and every earlier axis that is split,
-    nested, run down."""
+    """An array as a rectangle of shards: its last axis runs right, the second to last and earlier split axes down."""
 
     down_axes: tuple[int, ...]
     rows: int
@@ -124,7 +123,7 @@ class Picture:
         return cls(down, math.prod(array.ways[axis] for axis in down), array.ways[last], aspect)
 
     def part(self, tile: tuple[int, ...] | None, array: Laid) -> int:
-        """Number a device's part, row by row as the array is drawn; -1 when it holds none."""
+        """Return the number of a device's shard, row by row in the picture; -1 without a shard."""
         if tile is None:
             return -1
         row = 0
@@ -134,8 +133,8 @@ class Picture:
 
 
 class Pictures:
-    """Collects the arrays that a page lets one choose: numbers of each for the script, and its axes in words. What looks alike
-    is there once, so that a page does not grow with the depth of a model."""
+    """The arrays a reader can choose: the numbers of each for the script, and its axes in words.
+    Equal pictures are stored once, so that a page does not grow with the depth of a model."""
 
     def __init__(self, facts: Facts, colours: Colours):
         self.facts, self.colours = facts, colours
@@ -145,7 +144,7 @@ class Pictures:
         self.layouts: dict[tuple[int, ...], int] = {}
 
     def number(self, array: Laid) -> int:
-        """Return the number by which a button names this array."""
+        """Return the number of an array, for its button."""
         drawn, split = Picture.of(array), split_by(array, self.facts)
         parts = tuple(drawn.part(tile, array) for tile in array.tiles(self.facts.mesh))
         caption = _caption(array, drawn, self.facts, self.colours)
@@ -173,7 +172,7 @@ class Pictures:
 
 
 def _caption(array: Laid, drawn: Picture, facts: Facts, colours: Colours) -> Markup:
-    """Write the axes of an array, each with the direction that it is drawn in, and what it weighs."""
+    """Draw the axes of an array, each with its direction in the picture, and the bytes of the array."""
     rows = []
     for axis, (length, local, names) in enumerate(zip(array.shape, array.local, array.axes, strict=True)):
         arrow = "→" if axis == len(array.shape) - 1 else "↓" if axis in drawn.down_axes else "·"
@@ -208,7 +207,7 @@ def _gradients(facts: Facts, colours: Colours) -> Markup:
 
 
 def fills(facts: Facts) -> list[tuple[str, ...]]:
-    """List every set of mesh axes that splits some array, in the order of the mesh; the empty one first."""
+    """Return every set of mesh axes that splits an array, in the order of the mesh; the empty set first."""
     sets = dict.fromkeys(split_by(array, facts) for array in facts.arrays)
     return sorted(sets, key=lambda names: (len(names), names))
 

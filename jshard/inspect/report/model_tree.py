@@ -1,4 +1,4 @@
-"""The arrays of a program as a tree: each with its layout, what it weighs, and the line that put it there."""
+"""The arrays of a program as a tree: each with its layout, its bytes, and the line of its signal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jshard.inspect.report.mesh_picture import Pictures
 from jshard.printing.markup import Markup, element
 from jshard.printing.pages.words import Colours, breakable, linked, measured, times
 
-MOST_OPEN = 40  # arrays that are shown unfolded
+MOST_OPEN = 40  # the most arrays to show unfolded
 BRANCHES = (
     (PARAMETER, "Parameters"),
     (ACTIVATION, "Between layers"),
@@ -25,7 +25,7 @@ FOLDED = (OPTIMIZER, OTHER)
 
 @dataclasses.dataclass
 class Branch:
-    """A module, or a level of any other path: arrays and branches in the order in which they came."""
+    """A module, or a level of another path: arrays and branches in their original order."""
 
     name: str
     inside: list[Branch | tuple[str, Laid]] = dataclasses.field(default_factory=list)
@@ -47,7 +47,7 @@ class Branch:
 
     @property
     def looks(self) -> tuple[Any, ...]:
-        """Equal for two modules that hold alike arrays in alike places."""
+        """A key, equal for modules with equal arrays at equal paths."""
         return tuple(
             (each.name, each.looks)
             if isinstance(each, Branch)
@@ -56,7 +56,7 @@ class Branch:
         )
 
     def runs(self) -> Iterator[list[Any]]:
-        """What is inside; neighbours that are only counted, and look alike, together."""
+        """Yield the contents; equal neighbours with numbers as names come together."""
 
         def kind(numbered: tuple[int, Branch | tuple[str, Laid]]) -> Any:
             number, each = numbered
@@ -74,7 +74,7 @@ class Branch:
 
 
 def model_tree(facts: Facts, pictures: Pictures) -> Markup:
-    """Every array can be chosen; of modules that look alike, as the layers of a stack do, only the first is unfolded."""
+    """Draw the tree: every array can be chosen, and of equal modules (the layers of a stack) only the first is unfolded."""
     found = []
     for kind, title in BRANCHES:
         arrays = facts.of(kind)
@@ -140,7 +140,7 @@ def _row(pictures: Pictures, name: str, array: Laid) -> Markup:
 
 
 def _joined(branch: Branch) -> tuple[str, Branch]:
-    """A level that holds nothing but one level, as one."""
+    """Join a level that holds only another level with it."""
     name = branch.name
     while len(branch.inside) == 1 and isinstance(branch.inside[0], Branch):
         (branch,) = branch.branches
@@ -149,7 +149,7 @@ def _joined(branch: Branch) -> tuple[str, Branch]:
 
 
 def layout(array: Laid, colours: Colours) -> Markup:
-    """`64 × 256 / tensor`: every length, with the mesh axes that split it."""
+    """Draw `64 × 256 / tensor`: every length, with the mesh axes that split it."""
     if not array.shape:
         return element("span", "a number", class_="layout quiet")
     parts: list[Markup | str] = []

@@ -1,4 +1,4 @@
-"""The configuration as it is written, with what each line costs in the margin."""
+"""The text of the configuration, with the cost of each line in the margin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORD = re.compile(r"""(?P<text>"[^"]*"|'[^']*')|(?P<note>(?:^|(?<=\s))\#.*)|(?P<
 
 @dataclasses.dataclass
 class LineCost:
-    """What one line asks for: bytes on the wire by mesh axis and how many collectives, and bytes at rest."""
+    """The cost of a line: bytes on the wire by mesh axis, the number of collectives, and bytes at rest."""
 
     wire: dict[str, int] = dataclasses.field(default_factory=dict)
     count: int = 0
@@ -29,7 +29,7 @@ class LineCost:
 
 
 def costs(facts: Facts) -> dict[Location | None, LineCost]:
-    """By place, without columns; None is what no line asked for."""
+    """Return the cost of each line, by place without columns; None has the costs of no line."""
     found: dict[Location | None, LineCost] = {}
 
     def at(place: Location | None) -> LineCost:
@@ -107,7 +107,7 @@ def _margin(cost: LineCost, most: int, colours: Colours) -> Markup | None:
 
 
 def _coloured(line: str, mesh_axes: tuple[str, ...], colours: Colours) -> Iterator[Markup]:
-    """A line of YAML: notes are quiet, keys are strong, and mesh axes have their colour."""
+    """Yield a line of YAML: notes quiet, keys strong, mesh axes in their colour."""
     for part in WORD.finditer(line):
         text = part.group()
         bare = text.strip("\"'")

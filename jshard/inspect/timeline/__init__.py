@@ -1,4 +1,4 @@
-"""`jshard timeline`: what ran, where and when, read from what JAX's profiler wrote."""
+"""`jshard timeline`: the operations on each device over time, from a capture of JAX's profiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the captures of a run, and write beside each what the profiler does not know."""
+"""The captures of a run, and the facts jshard writes beside each because the profiler does not know them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCHEMA = "jshard.trace/2"
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """What one process captured. `metadata` is what jshard wrote beside it, {} for a capture that JAX wrote alone."""
+    """The capture of a process. `metadata` is jshard's file beside it, {} for a capture by JAX alone."""
 
     folder: Path
     metadata: Mapping[str, Any]
@@ -43,12 +43,12 @@ class Capture:
         return self.metadata.get("processes", 1)
 
     def device(self, number: int) -> int:
-        """Return the number among the devices of all processes, of one that its process knows by `number`."""
+        """Return a device's number among the devices of all processes, from its number in its process."""
         return self.metadata.get("devices", {}).get(str(number), number)
 
     def line(self, operation: Operation) -> str:
-        """Return the line of the configuration behind an operation: `configs/mlp.yaml:4`, `configs/mlp.yaml:4, 7` where XLA
-        made one of several, or ""."""
+        """Return the line of the configuration behind an operation: `configs/mlp.yaml:4`, or
+        "". An operation merged from several has several lines: `configs/mlp.yaml:4, 7`."""
         found = dict.fromkeys(filter(None, (self._lines.get(each) for each in keys(operation))))
         words: list[str] = []
         for place in found:
@@ -61,19 +61,20 @@ class Capture:
         return {tuple(words): line for *words, line in self.metadata.get("lines", [])}
 
     def file(self) -> Path | None:
-        """Return the newest file that the profiler wrote."""
+        """Return the newest file of the profiler."""
         return max(self.folder.rglob("*.xplane.pb"), key=lambda file: (file.stat().st_mtime, str(file)), default=None)
 
     @functools.cached_property
     def read(self) -> FileEvents:
         file = self.file()
         if file is None:
-            raise JShardError(f"{self.folder} holds no capture any more", hint="capture it again by jshard trace")
+            raise JShardError(f"{self.folder} no longer holds a capture", hint="capture it again by jshard trace")
         try:
             found = read(file)
         except Unreadable as error:
             raise JShardError(
-                f"{file} is no whole capture of JAX's profiler: it has {error}", hint="capture it again by jshard trace"
+                f"{file} is a damaged capture of JAX's profiler: it has {error}",
+                hint="capture it again by jshard trace",
             ) from None
         if not found.events:
             raise JShardError(
@@ -87,7 +88,7 @@ Key = tuple[str, str, str, str, str, str]
 
 
 def keys(operation: Operation) -> dict[Key, Cause]:
-    """Return what decides which line of the configuration asked for an operation, for each signal that it stands under."""
+    """Return the cause of an operation under each of its signals, by everything that decides the configuration's line."""
     collective, members = operation.collective, ",".join(map(str, operation.members))
     return {
         (each.signal, each.phase, each.key, "remat" * each.remat, collective, members): each
@@ -97,7 +98,7 @@ def keys(operation: Operation) -> dict[Key, Cause]:
 
 
 def captures(folder: Path) -> list[Capture]:
-    """Find the capture of each process, by rank, in a run's folder or in any that the profiler wrote into."""
+    """Return the capture of each process, by rank, in a run's folder or in any folder of JAX's profiler."""
     for place in (folder / TRACE, folder):
         found = [Capture(each.parent, _metadata(each)) for each in sorted(place.glob(f"rank*/{CAPTURED}"))]
         if found:
@@ -118,16 +119,14 @@ def _metadata(file: Path) -> Mapping[str, Any]:
         metadata = {}
     schema = metadata.get("schema") if isinstance(metadata, dict) else None
     if schema != SCHEMA:
-        found = f"is of the form {schema}" if schema else "is cut off"
-        raise JShardError(f"{file} {found}, and this is jshard {__version__}", hint="capture it again by jshard trace")
+        fault = f"has the schema {schema}, but this jshard reads {SCHEMA}" if schema else "is cut off"
+        raise JShardError(f"{file} {fault}", hint="capture it again by jshard trace")
     return metadata
 
 
 def describe(folder: Path, title: str, **more: object) -> Capture:
-    """Write beside a capture what the profiler does not know. Reads all of it: one that holds nothing is an error at once.
-
-    Call it while the configuration that ran is loaded.
-    """
+    """Write the facts beside a capture that the profiler does not know. A capture without
+    operations is an error at once. Call it while the configuration of the run is loaded."""
     events, own = Capture(folder, {}).read.events, jax.process_index()
     metadata = {
         "schema": SCHEMA,
@@ -138,7 +137,10 @@ def describe(folder: Path, title: str, **more: object) -> Capture:
         "rank": own,
         "processes": jax.process_count(),
         "devices": {
-            _known_as(device): number for number, device in enumerate(jax.devices()) if device.process_index == own
+            # the profiler's number of a device, by its platform
+            str(device.id if device.platform == "cpu" else device.local_hardware_id): number
+            for number, device in enumerate(jax.devices())
+            if device.process_index == own
         },
         "steps": sorted({event.step for event in events if event.step is not None}),
         "lines": _lines(events),
@@ -150,7 +152,7 @@ def describe(folder: Path, title: str, **more: object) -> Capture:
 
 
 def stages() -> dict[str, int]:
-    """Return the stage of a pipeline that each device runs."""
+    """Return the pipeline stage of each device."""
     present = configuration()
     if present is None or present.pipeline is None:
         return {}
@@ -160,9 +162,9 @@ def stages() -> dict[str, int]:
 
 
 def refuse(folder: Path, asked: str, fault: str) -> None:
-    """Tell who asked a run for a capture why there is none."""
+    """Write, for the process that asked for a capture, the reason why there is none."""
     own = folder / f"rank{jax.process_index()}"
-    with contextlib.suppress(OSError):  # nothing can be told there either: who asked sees that nothing comes
+    with contextlib.suppress(OSError):  # without a writable folder, the asking process sees that nothing comes
         own.mkdir(parents=True, exist_ok=True)
         _write(own, {"schema": SCHEMA, "asked": asked, "fault": fault})
 
@@ -170,16 +172,11 @@ def refuse(folder: Path, asked: str, fault: str) -> None:
 def _write(folder: Path, metadata: Mapping[str, Any]) -> None:
     unfinished = folder / f"{CAPTURED}.new"
     unfinished.write_text(json.dumps(metadata), encoding="utf-8")
-    unfinished.replace(folder / CAPTURED)  # who waits for it finds it whole
-
-
-def _known_as(device: Any) -> str:
-    """Return the number by which the profiler of its process knows a device."""
-    return str(device.id if device.platform == "cpu" else device.local_hardware_id)
+    unfinished.replace(folder / CAPTURED)  # readers find it whole
 
 
 def _lines(events: Iterable[Event]) -> list[list[str]]:
-    """List the line behind every operation that stands under a signal."""
+    """Return the line behind every operation under a signal."""
     found = {}
     for operation in dict.fromkeys(event.operation for event in events):
         for key, cause in keys(operation).items():
@@ -196,5 +193,5 @@ def _line(cause: Cause, operation: Operation) -> str:
     mesh_axes = axes_of(operation.collective, operation.members, sizes) if operation.collective else ()
     try:
         return str(blamed(cause, mesh_axes).place or "")
-    except JShardError:  # a signal of another configuration, or a scope that only holds others
+    except JShardError:  # a signal of another configuration, or a scope that only holds signals
         return ""

@@ -1,4 +1,4 @@
-"""Read the events of one capture: what ran, on which device, when, in which step, and which signal asked for it."""
+"""The events of a capture: the operation, its device, its time, its step and its signal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ DEVICE = re.compile(r"/device:(?:TPU|GPU|\w+):(\d+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """One run of one operation on one device. Times are nanoseconds of the capture's own clock; of a page, from its begin."""
+    """A run of an operation on a device. Times are nanoseconds of the capture's own clock, or from the start of a page."""
 
-    device: int | None  # the number that its process knows the device by; None where the capture does not tell
+    device: int | None  # the device's number in its process; None where the capture does not tell
     thread: str
     op: str
     program: str
@@ -40,17 +40,14 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class FileEvents:
-    """All that is read of one file; `jax` is the version that wrote it."""
+    """All events of a file; `jax` is the version that wrote it."""
 
     events: tuple[Event, ...]
     jax: str
 
 
 def read(file: Path) -> FileEvents:
-    """Read the events of an `xplane.pb`, by time: what carries an operation of a compiled program.
-
-    What the host does to start it is left out.
-    """
+    """Read the operations of compiled programs in an `xplane.pb`, by time. It leaves out the host's work to start them."""
     found = planes(file)
     programs, steps = Programs(found), _Steps(found)
     marks = [(plane, line, mark, device) for plane in found for line, mark, device in _operations(plane)]
@@ -74,8 +71,8 @@ def read(file: Path) -> FileEvents:
 
 
 def _operations(plane: Plane) -> Iterator[tuple[str, Mark, int | None]]:
-    """Find the line, the event and the device of each operation. Accelerators have planes of their own, with lines for
-    operations or streams; CPU devices share the threads of the host's, and each event says whose it is."""
+    """Yield the line, the event and the device of each operation. Accelerators have their own planes, with
+    lines for operations or streams. CPU devices share the host's threads, and each event names its device."""
     device = DEVICE.search(plane.name)
     for line, marks in plane.lines():
         if device is None:
@@ -94,7 +91,7 @@ def _text(mark: Mark, key: str) -> str:
 
 
 def _instruction(mark: Mark) -> str:
-    """Return the name of an instruction, of which a TPU may give the full text."""
+    """Return the name of an instruction; a TPU may give its full text."""
     if named := _text(mark, "hlo_op"):
         return named
     found = re.match(r"%?([\w.\-]+) = ", mark.name)
@@ -102,7 +99,7 @@ def _instruction(mark: Mark) -> str:
 
 
 class _ProgramRun(NamedTuple):
-    """A run of a program, by what its operations say of it."""
+    """A run of a program, as its operations describe it."""
 
     number: object  # of the program
     program: str
@@ -115,15 +112,14 @@ class _ProgramRun(NamedTuple):
 
 
 class _Steps:
-    """Tell which step an operation is of. The loop marks each step on the host where it starts a program; the run of that
-    program carries a number, which its operations carry too, when they are computed later. A program of one device is
-    started without a number: then starts and numbers, which grow, go together in their order. Where that does
-    not come out even, an operation is of the step that was started last."""
+    """The step of each operation. The training loop marks each step on the host where it starts a program. The run has
+    a number, which its later operations carry. A program of a single device starts without a number: then starts and
+    increasing numbers are matched in order. If their counts differ, an operation belongs to the step started last."""
 
     def __init__(self, found: Sequence[Plane]):
         self.of_run: dict[object, int | None] = {}
         self.begun: list[tuple[int, int]] = []
-        self.windows: dict[str, list[tuple[int, int, object]]] = {}  # of the runs on a device that has a line for them
+        self.windows: dict[str, list[tuple[int, int, object]]] = {}  # the runs of each device with a line for them
         starts: list[tuple[int, int | None]] = []
         seen: set[int] = set()
         for plane in found:
@@ -140,14 +136,14 @@ class _Steps:
             self.of_run |= {run: step for run, (_, step) in zip(unseen, sorted(starts), strict=True)}
 
     def _look(self, marks: list[Mark]) -> list[tuple[int, int | None]]:
-        """Read one thread; return the starts of programs of one device, each with its step."""
+        """Read a thread; return the starts of single-device programs, each with its step."""
         steps = [(mark, number) for mark in marks if isinstance(number := mark.stats.get("step_num"), int)]
         self.begun += [(mark.start, number) for mark, number in steps]
         if not steps:
             return []
 
         def around(mark: Mark) -> int | None:
-            return next((number for step, number in steps if step.start <= mark.start <= step.end), None)
+            return next((number for step, number in steps if _inside(mark, step)), None)
 
         numbered = [mark for mark in marks if "run_id" in mark.stats and "device_ordinal" not in mark.stats]
         self.of_run |= {mark.stats["run_id"]: around(mark) for mark in numbered}

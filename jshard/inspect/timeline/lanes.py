@@ -1,5 +1,4 @@
-"""Arrange events for drawing, a lane for each device, in it a row for each event that runs beside or inside another; sum
-them."""
+"""The arrangement of events: a lane for each device, rows for events that overlap, and sums."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ Span = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """A device. Times in nanoseconds; `both` is what a collective and a computation ran in at once."""
+    """A device. Times are in nanoseconds; `both` is the time with a collective and a computation at once."""
 
     name: str
     rank: int
@@ -26,7 +25,7 @@ class Lane:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """One step, from its first operation in any process to its last."""
+    """A step, from its first operation in any process to its last."""
 
     step: int
     start: float
@@ -34,10 +33,7 @@ class Window:
 
 
 def rows(spans: Sequence[Span]) -> list[int]:
-    """Return the row of each span: the first free one, so that what runs inside another is below it.
-
-    Spans are sorted by start.
-    """
+    """Return the row of each span, sorted by start: the first free row, so that nested spans are below."""
     ends: list[float] = []
     found = []
     for start, end in spans:
@@ -50,7 +46,7 @@ def rows(spans: Sequence[Span]) -> list[int]:
 
 
 def lane(name: str, rank: int, bars: Iterable[Event], length: float) -> Lane:
-    """Sum what a device did in a picture of this length. Loops and calls are not counted, as what they run is."""
+    """Return the sums of a device in a picture of this length. Loops and calls do not count, as their contents do."""
     bars = list(bars)
     compute = union((bar.start, bar.end) for bar in bars if bar.operation.kind == "compute")
     moving = union((bar.start, bar.end) for bar in bars if bar.operation.kind == "collective")
@@ -67,7 +63,7 @@ def lane(name: str, rank: int, bars: Iterable[Event], length: float) -> Lane:
 
 
 def union(spans: Iterable[Span]) -> float:
-    """Return the length that spans cover, what several cover once."""
+    """Return the length covered by spans; overlaps count once."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
@@ -76,10 +72,8 @@ def union(spans: Iterable[Span]) -> float:
 
 
 def sums(bars: Iterable[Event]) -> list[tuple[Event, list[float]]]:
-    """Group bars by operation, over all devices and steps: one bar of each, and the times of all, the longest sum first.
-
-    Loops and calls are not among them, as what they run is.
-    """
+    """Group bars by operation over all devices and steps: a bar of each, and all its times,
+    the longest sum first. Loops and calls are left out, as their contents are counted."""
     found: dict[tuple[str, str], tuple[Event, list[float]]] = {}
     for bar in bars:
         if bar.operation.kind != "around":
@@ -88,7 +82,7 @@ def sums(bars: Iterable[Event]) -> list[tuple[Event, list[float]]]:
 
 
 def by_signal(bars: Iterable[Event]) -> list[tuple[str, float, float]]:
-    """Sum over devices and steps, by signal: the time of what it computes, and that of its collectives."""
+    """Return, for each signal, the time of its computations and of its collectives over all devices and steps."""
     found: dict[str, list[float]] = {}
     for bar in bars:
         if bar.operation.kind != "around":

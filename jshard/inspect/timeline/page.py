@@ -1,4 +1,4 @@
-"""The timeline as one HTML page: every event is a bar that the script draws, totals and the longest operations below."""
+"""The timeline as an HTML page: a bar for each event, drawn by a script, then totals and the longest operations."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ LONGEST = 30
 READING = "A lane for each device, a bar for each operation; point at one to see what it is."
 KEYS = "+ and − zoom, ← and → move, 0 shows all, ] and [ go from operation to operation."
 FOOTER = (
-    "An operation is one that XLA compiled and a device ran, under the name that the compiled program gives it. What signal it "
-    "stands under is told by the name stack that the program was written under; of operations that were fused, by that of the "
-    "last."
+    "An operation is an instruction of a compiled program, with the compiler's name for it. Its signal is that of its name "
+    "stack; fused operations have the signal of the last of them."
 )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Timeline:
-    """Every event of a capture as a bar, as a page or JSON. `notes` are sentences about how to read it."""
+    """A bar for each event of a capture, as a page or JSON. `notes` are sentences on how to read it."""
 
     title: str
     about: tuple[str, ...]
@@ -41,18 +40,18 @@ class Timeline:
     notes: tuple[str, ...]
 
     def total(self, what: str) -> float:
-        """Sum a field of the lanes, a time, over all of them."""
+        """Return the sum of a time, a field of the lanes, over all lanes."""
         return sum(getattr(lane, what) for lane in self.lanes)
 
     def html(self) -> str:
         return page(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page to one HTML file, which needs nothing else."""
+        """Write the page to an HTML file without dependencies."""
         return write(Path(path), self.html().encode(), "the timeline", "-o timeline.html")
 
     def json_lines(self) -> Iterator[str]:
-        """Write each event as one document, the schema in the first line."""
+        """Yield a JSON document for each event, after a first line with the schema."""
         yield json.dumps({"schema": SCHEMA, "title": self.title, "events": len(self.bars), "notes": self.notes})
         for bar in self.bars:
             of = {key: getattr(bar.operation, key) for key in ("kind", "collective", "signal", "phase")}
@@ -70,7 +69,7 @@ class Timeline:
 
 
 def span(nanoseconds: float) -> str:
-    """`412 ns`, `1.23 µs`, `45.6 ms`: three digits."""
+    """Return a time in three digits: `412 ns`, `1.23 µs`, `45.6 ms`."""
     return three_digits(nanoseconds, 1000, ("ns", "µs", "ms", "s"))
 
 
@@ -79,12 +78,12 @@ def share(part: float, total: float) -> str:
 
 
 def steps_in_words(numbers: Sequence[int]) -> str:
-    """`steps 7 to 8`, `step 7`, or "" for none."""
+    """Return `steps 7 to 8`, `step 7`, or "" for none."""
     return f"steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else "".join(f"step {n}" for n in numbers)
 
 
 def page(drawn: Timeline) -> str:
-    """The whole page."""
+    """Return the whole page as HTML."""
     return document(
         drawn.title,
         "timeline",
@@ -97,7 +96,7 @@ def page(drawn: Timeline) -> str:
             section(
                 "devices",
                 "What each device did",
-                "A collective begins when its device comes to it, so that what it waits for the others is in its time. "
+                "A collective begins when its device reaches it, so its time includes the wait for other devices. "
                 f"All of it is {span(drawn.length)}.",
                 _devices(drawn),
             ),
@@ -213,7 +212,7 @@ def _devices(drawn: Timeline) -> Markup:
 
 
 def _split(lane: Lane, length: float) -> Markup:
-    """Draw computing, then both at once, then collectives, then nothing."""
+    """Draw computing, then both at once, then collectives, then idle time."""
     lengths = {"compute": lane.compute - lane.both, "both": lane.both, "collective": lane.collectives - lane.both}
     return stack(lengths.items(), length, track=True)
 
@@ -275,7 +274,7 @@ def _or_none(time: float) -> str:
 
 
 def _events(drawn: Timeline) -> dict[str, object]:
-    """List what the script draws, an entry for each event; times in whole nanoseconds."""
+    """Return the data of the script, an entry for each event; times in whole nanoseconds."""
     kinds: dict[tuple[str, ...], int] = {}
     which = []
     for bar in drawn.bars:

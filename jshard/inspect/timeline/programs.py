@@ -1,8 +1,6 @@
-"""Read what JAX's profiler writes, an `xplane.pb`, and the compiled programs in it: what each operation is, and under which
-signal it stands.
-
-A file has planes of lines of events, each a name, two times and its stats. The numbers of the fields are those of XLA's
-profiler/protobuf/xplane.proto. JAX reads the file too, but does not hand on the compiled programs in it."""
+"""The content of an `xplane.pb` of JAX's profiler: its events and its compiled programs. A file has planes
+of lines of events; an event has a name, two times and its stats. The numbers of the fields are from XLA's
+profiler/protobuf/xplane.proto. JAX reads the file too, but gives no access to the compiled programs."""
 
 from __future__ import annotations
 
@@ -21,12 +19,12 @@ from jshard.programs.provenance import Cause, causes, latest
 
 Stats = dict[str, int | str | memoryview]
 PICO = 1000  # picoseconds of a nanosecond
-AROUND = frozenset(("while", "call", "conditional"))  # they run others, whose events lie inside theirs
+AROUND = frozenset(("while", "call", "conditional"))  # the events of their contents lie inside theirs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mark:
-    """One event: times in picoseconds of the capture's own clock."""
+    """An event: times in picoseconds of the capture's own clock."""
 
     name: str
     start: int
@@ -39,7 +37,7 @@ class Mark:
 
 
 class Plane:
-    """A device, the host, or what is said of the whole capture. `kinds` are the name and the stats of all events of a kind."""
+    """A device, the host, or the whole capture. `kinds` are the name and the common stats of each kind of event."""
 
     def __init__(self, plane: Message):
         self.name = plane.text(2)
@@ -51,7 +49,7 @@ class Plane:
         self.stats = self._stats(plane, 6)
 
     def lines(self) -> Iterator[tuple[str, list[Mark]]]:
-        """Read the name of each line, a thread or a stream, and its events."""
+        """Yield the name of each line, a thread or a stream, and its events."""
         for line in map(Message, self._lines):
             begin, events = line.number(3) * PICO, map(Message, line.contents(4))
             yield line.text(11) or line.text(2), [self._mark(event, begin) for event in events]
@@ -69,7 +67,7 @@ class Plane:
         for field, values in stat.items():
             if field == 5:
                 value = stat.text(5)
-            elif field == 7:  # a text that many events share
+            elif field == 7:  # a shared text
                 value = self._words.get(stat.number(7), "")
             elif field != 1:
                 value = values[-1]
@@ -85,27 +83,27 @@ def planes(file: Path) -> list[Plane]:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One instruction of a compiled program. All its events share it, so what is asked of it is found once."""
+    """An instruction of a compiled program. Its events share it, so its properties are computed once."""
 
     opcode: str = ""
-    causes: tuple[Cause, ...] = ()  # several where XLA made one instruction of several
+    causes: tuple[Cause, ...] = ()  # several where XLA merged instructions
     within: str = ""  # the collective of a fusion, or of an asynchronous computation
     members: tuple[int, ...] = ()  # the devices of its first group, by their number in the mesh
 
     @functools.cached_property
     def collective(self) -> str:
-        """The name of a collective, "all_reduce"; "" for what moves nothing between devices."""
+        """The name of a collective, "all_reduce"; "" for an operation without traffic."""
         kind = KIND_OF.get(self.opcode.removesuffix("-start").removesuffix("-done"))
         return self.within if kind is None else kind.name
 
     @functools.cached_property
     def kind(self) -> str:
-        """Tell `collective`, `compute`, or `around`: a loop or a call, with others inside."""
+        """`collective`, `compute`, or `around` for a loop or a call with operations inside."""
         return "collective" if self.collective else "around" if self.opcode in AROUND else "compute"
 
     @functools.cached_property
     def signal(self) -> str:
-        """`decoder/attn`, `layer1 + layer2`, or "-" when it stands under none."""
+        """The signal: `decoder/attn`, `layer1 + layer2`, or "-" outside every signal."""
         return " + ".join(dict.fromkeys(each.signal for each in self.causes if each.path)) or "-"
 
     @functools.cached_property
@@ -114,16 +112,16 @@ class Operation:
 
 
 class Operations(dict[str, Operation]):
-    """The operations of a program, by their names."""
+    """The operations of a program, by name."""
 
     @functools.cached_property
     def by_kernel(self) -> dict[str, str]:
-        """The name of each, by that of its kernel on a GPU, which has `_` in place of dots."""
+        """The names of operations by the names of their kernels on a GPU, with `_` in place of dots."""
         return {re.sub(r"\W", "_", each): each for each in self}
 
 
 class Programs:
-    """The programs of a capture, each by its name and number."""
+    """The programs of a capture, by name and number."""
 
     def __init__(self, found: list[Plane]):
         self.by_number: dict[object, Operations] = {}
@@ -138,8 +136,8 @@ class Programs:
                         self.by_name.setdefault(module.text(1), []).append(operations)
 
     def that_ran(self, number: object, name: str, instructions: Set[str]) -> Found:
-        """Find the program of a run by what is said of it, and by the instructions that were seen of it. One that came out of
-        JAX's compilation cache has a wrong number, which may be another's; several functions may have one name."""
+        """Return the program of a run, by its number, its name and the instructions seen in it. A program from
+        JAX's compilation cache has a wrong number, maybe another program's; several functions may share a name."""
         named, numbered = self.by_name.get(name, []), self.by_number.get(number)
         if numbered is not None and (not named or any(each is numbered for each in named)):
             named = [numbered, *(each for each in named if each is not numbered)]
@@ -149,13 +147,11 @@ class Programs:
 
 
 class Found(list[Operations]):
-    """The program of a run; several where nothing tells which of them it was."""
+    """The program of a run; several if nothing tells them apart."""
 
     def operation(self, instruction: str, kernel: str = "") -> tuple[str, Operation | None]:
-        """Find an operation and its name; of several programs only what all of them say of it.
-
-        What a GPU runs in a CUDA graph has the graph for an instruction; its kernels have the names of theirs.
-        """
+        """Return an operation and its name; from several programs only if they agree on it. Kernels in
+        a CUDA graph of a GPU name the graph as their instruction, but keep their own kernel names."""
         if kernel and not any(instruction in each for each in self):
             instruction = next((each.by_kernel[kernel] for each in self if kernel in each.by_kernel), instruction)
         said = [each.get(instruction) for each in self]
@@ -181,19 +177,16 @@ def _operations(module: Message) -> Operations:
 
 
 def _operation(instruction: Message) -> Operation:
-    listed, along = (
-        instruction.message(87),
-        instruction.message(93),
-    )  # groups one by one, or the mesh axes they lie along
+    listed, along = instruction.message(87), instruction.message(93)  # groups in a list, or along mesh axes
     members = _along(along) if along else tuple(listed.message(1).numbers(1))
     return Operation(instruction.text(2), causes(instruction.message(7).text(2)), members=members)
 
 
 def _along(groups: Message) -> tuple[int, ...]:
-    """Return the devices of the first group; () for the spellings that XLA has for other hardware."""
+    """Return the devices of the first group; () for XLA's spellings on other hardware."""
     mesh, along = groups.message(1), groups.messages(2)
     if mesh.keys() - {1} or any(each.keys() - {1} for each in along):
-        return ()  # devices in an order of their own, or a part of an axis
+        return ()  # devices in a custom order, or a part of an axis
     sizes = [axis.number(2) for axis in mesh.messages(1)]
     axes = {each.number(1) for each in along}
     places = np.arange(math.prod(sizes)).reshape(sizes)

@@ -1,4 +1,4 @@
-"""What `jshard timeline` draws: the events of all processes of a run on one clock."""
+"""The data of `jshard timeline`: the events of all processes of a run on a common clock."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jshard.printing.pages.words import times
 
 
 def timeline(folder: str | os.PathLike[str]) -> Timeline:
-    """Read the capture in a run's folder, or in any that JAX's profiler wrote into."""
+    """Read the capture in a run's folder, or in any folder of JAX's profiler."""
     found = captures(Path(folder))
     by_rank = {capture.rank: capture.read.events for capture in found}
     begins, notes = _clocks(by_rank)
     earliest = min(events[0].start - begins[rank] for rank, events in by_rank.items())
     length = max(event.end - begins[rank] for rank, events in by_rank.items() for event in events) - earliest
-    # A lane is a device, by its number among those of all processes, or behind them a thread that names no device.
+    # A lane is a device, by its number among all processes, or after them a thread that names no device.
     by_lane: dict[tuple[float, int, str], tuple[Capture, list[Event]]] = {}
     for capture in found:
         for event in by_rank[capture.rank]:
@@ -49,7 +49,7 @@ def timeline(folder: str | os.PathLike[str]) -> Timeline:
 
 
 def _bars(number: int, events: Sequence[Event], begin: float, capture: Capture) -> list[Event]:
-    """Put the events of a device in their rows, with the lines of the configuration behind them."""
+    """Return the events of a device with their rows and their lines of the configuration."""
     placed = rows([(event.start, event.end) for event in events])
     return [
         dataclasses.replace(event, lane=number, row=row, line=capture.line(event.operation), start=event.start - begin)
@@ -58,7 +58,7 @@ def _bars(number: int, events: Sequence[Event], begin: float, capture: Capture) 
 
 
 def _clocks(by_rank: Mapping[int, Sequence[Event]]) -> tuple[dict[int, float], list[str]]:
-    """Return when each process's picture begins on its own clock, and how that was decided."""
+    """Return the start of each process's picture on its own clock, and a note on how it was chosen."""
     steps = [{event.step for event in events if event.step is not None} for events in by_rank.values()]
     first = min(set.intersection(*steps), default=None) if len(by_rank) > 1 else None
     begins = {
@@ -69,8 +69,8 @@ def _clocks(by_rank: Mapping[int, Sequence[Event]]) -> tuple[dict[int, float], l
     if first is None:
         return begins, ["The processes captured no step in common: each is drawn from its own first operation on."]
     note = (
-        f"Processes have clocks of their own: they are laid beside each other where each begins step {first}, so what "
-        "one waits for another before that is not seen."
+        f"Processes have separate clocks: they are aligned where each begins step {first}, so waits between processes "
+        "before that are not seen."
     )
     return begins, [note]
 

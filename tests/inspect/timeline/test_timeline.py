@@ -249,8 +249,8 @@ def test_timeline_of_processes_begins_where_each_begins_the_first_step_that_all_
         ("device 1 of rank 1", 5, 2000, ""),
     ]
     assert drawn.notes == (
-        "Processes have clocks of their own: they are laid beside each other where each begins step 4, so what one waits "
-        "for another before that is not seen.",
+        "Processes have separate clocks: they are aligned where each begins step 4, so waits between processes "
+        "before that are not seen.",
         "Of 3 processes, the captures of 2 are not in this folder.",
     )
 
@@ -363,10 +363,10 @@ def test_timeline_mistakes_are_one_sentence_each(tmp_path, capsys):
         (): "jshard timeline needs the folder of a run; type: jshard timeline runs/digits",
         (tmp_path / "no",): f"{tmp_path}/no is not there; capture one by: jshard trace configs/digits.yaml --trust -o {tmp_path}/no",
         (empty,): f"{empty} holds no capture; capture one by: jshard trace configs/digits.yaml --trust -o {empty}",
-        (cut,): f"{file} is no whole capture of JAX's profiler: it has a field that is cut off; capture it again by jshard trace",
+        (cut,): f"{file} is a damaged capture of JAX's profiler: it has a field that is cut off; capture it again by jshard trace",
         (idle,): f"{nothing} holds no operation of a device; capture steps that compute something, by jshard trace configs/digits.yaml --trust",
-        (tmp_path / "half",): f"{tmp_path}/half/rank0/trace.json is cut off, and this is jshard 0.1.0; capture it again by jshard trace",
-        (tmp_path / "later",): f"{tmp_path}/later/rank0/trace.json is of the form jshard.trace/9, and this is jshard 0.1.0; capture it again by jshard trace",
+        (tmp_path / "half",): f"{tmp_path}/half/rank0/trace.json is cut off; capture it again by jshard trace",
+        (tmp_path / "later",): f"{tmp_path}/later/rank0/trace.json has the schema jshard.trace/9, but this jshard reads jshard.trace/2; capture it again by jshard trace",
         (run, "-o", empty): f"the timeline can't be written to {empty}: is a directory; name another file by -o timeline.html",
         (run, "steps=3"): f"jshard timeline draws what was captured, and takes no steps=3; type: jshard trace and the configuration, then jshard timeline {run}",
     }  # fmt: skip
