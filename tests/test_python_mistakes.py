@@ -541,7 +541,7 @@ CASES = {
     ),
     "all_to_all without its axes": (
         "per_device(lambda x: jshard.collectives.all_to_all(x, 'data'))",
-        'all_to_all over mesh axis "data" is not told which axes it splits and joins; write all_to_all(x, mesh_axis, '
+        'all_to_all over mesh axis "data" needs the axes it splits and joins; write all_to_all(x, mesh_axis, '
         "split_axis=0, concat_axis=1)",
     ),
     "jit of a number": (

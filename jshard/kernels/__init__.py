@@ -1,4 +1,4 @@
-"""What one device does inside a shard_map: collectives and products, by mesh axis names only."""
+"""The work of a device inside a shard_map: collectives and products, by mesh axis names only."""
 
 from __future__ import annotations
 

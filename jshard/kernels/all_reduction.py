@@ -1,4 +1,4 @@
-"""All-reduce along mesh axes, by XLA, which is the specification, or by a kernel."""
+"""All-reduce along mesh axes, by XLA (the specification) or by a kernel."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ def all_reduce(
 ) -> Array:
     """Sum `x` (or take the max, min, mean) over the devices along `mesh_axis`; every device gets the same bits.
 
-    Several mesh axes are reduced by one collective. "auto" is what `kernels.choose` says. "in_order" adds in device order and
-    costs an all-to-all, of large arrays an all-gather besides. "hierarchical", which is auto's over mesh axes of which some
-    cross slices and some do not, is a reduce-scatter inside each slice, an all-reduce of the parts between them, and an
-    all-gather. "permute" is a reduce-scatter and an all-gather by XLA's permutes, on any backend, and rounds where it adds. A
-    kernel takes any shape, adds bfloat16 in float32 and rounds once. The gradient of a sum is psum's; that of a max or min is
-    shared equally among the devices that have it, at the cost of one more all-reduce. An algorithm that is named and can't
-    run here is an error.
+    Several mesh axes are reduced by a single collective. An algorithm that is named and can't run here is an error.
+
+    - "auto": the choice of `kernels.choose`.
+    - "in_order": add in device order, by an all-to-all; large arrays also take an all-gather.
+    - "hierarchical": a reduce-scatter inside each slice, an all-reduce of the parts between slices, and an all-gather. "auto"
+      takes it if some mesh axes cross slices and some do not.
+    - "permute": a reduce-scatter and an all-gather by XLA's permutes, on any backend, with rounding at each addition.
+    - A kernel takes any shape, adds bfloat16 in float32 and rounds once.
+
+    The gradient of a sum is psum's. The gradient of a max or min is shared
+    equally among the devices that attain it, at the cost of another all-reduce.
     """
     collectives.check_choice("all_reduce", "op", op, ("sum", "max", "min", "mean"))
     mesh_axes = collectives.canonicalize_mesh_axes("all_reduce", mesh_axis)
@@ -69,8 +73,8 @@ def _pextremum_jvp(mesh_axes, op, primals, tangents):
 def all_reduce_coalesced(arrays: tuple[Array, ...], mesh_axis: MeshAxis, *, algorithm: Algorithm) -> tuple[Array, ...]:
     """Sum several arrays over the devices along `mesh_axis`.
 
-    In device order the small ones share one all-to-all, as between processes each collective costs a wait. XLA combines
-    its own.
+    In device order, small arrays share an all-to-all, as each
+    collective between processes costs a wait. XLA combines its own.
     """
     mesh_axes, sums = collectives.canonicalize_mesh_axes("all_reduce", mesh_axis), dict[int, Array]()
     for numbers in _buckets(arrays) if adds_in_order(algorithm) else ():
@@ -85,9 +89,9 @@ def all_reduce_coalesced(arrays: tuple[Array, ...], mesh_axis: MeshAxis, *, algo
 
 
 def _buckets(arrays: Sequence[Array]) -> Iterator[list[int]]:
-    """Group the numbers of small arrays by dtype, the smallest first, up to `BUCKET_BYTES` each."""
+    """Yield the numbers of small arrays of a dtype, the smallest first, up to `BUCKET_BYTES` together."""
     by_dtype: dict[Any, list[int]] = {}
-    # The smallest first: most collectives are saved for the fewest bytes that are copied into one array.
+    # The smallest first: this saves the most collectives for the fewest copied bytes.
     for number in sorted(range(len(arrays)), key=lambda number: arrays[number].size):
         by_dtype.setdefault(arrays[number].dtype, []).append(number)
     for numbers in by_dtype.values():
@@ -101,11 +105,11 @@ def _buckets(arrays: Sequence[Array]) -> Iterator[list[int]]:
 def _all_reduce(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
     if algorithm == "permute":  # JAX batches its own permutes
         return _kernel(x, mesh_axes, algorithm)
-    return call_batched(lambda x, _: _kernel(x, mesh_axes, algorithm), x, 0)  # a batch is summed like any array
+    return call_batched(lambda x, _: _kernel(x, mesh_axes, algorithm), x, 0)
 
 
 def _all_reduce_bwd(mesh_axes: tuple[str, ...], algorithm: str, _: None, cotangent: Array) -> tuple[Array]:
-    """Differentiate as psum: with `check_vma` on the cotangent is already the same on all devices, and nothing moves."""
+    """Differentiate as psum: with `check_vma` on, the cotangent is equal on all devices, and nothing moves."""
     if collectives.check_vma_enabled():
         return (collectives.pvary(cotangent, mesh_axes),)
     return (_all_reduce(cotangent, mesh_axes, algorithm),)
@@ -120,7 +124,8 @@ def _kernel(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
     if algorithm == "in_order":
         return ordered_psum(x, mesh_axes)
     if algorithm == "hierarchical":
-        return _by_slices(x, mesh_axes)
+        between, inside = slices.between_and_inside(mesh_axes)
+        return _by_parts(x, inside, "auto", lambda part: all_reduce(part, between))
     if algorithm == "permute":
         return _by_parts(x, mesh_axes, "permute", lambda part: part)
     from jshard.kernels.tpu import all_reduce as tpu
@@ -134,14 +139,8 @@ def _kernel(x: Array, mesh_axes: tuple[str, ...], algorithm: str) -> Array:
     return _in_pieces(x, lambda piece: _ring(piece, group), 2 * x.dtype.itemsize + 4)
 
 
-def _by_slices(x: Array, mesh_axes: tuple[str, ...]) -> Array:
-    """Sum inside each slice, where every device is left with a part, sum the parts between slices, and gather them."""
-    between, inside = slices.between_and_inside(mesh_axes)
-    return _by_parts(x, inside, "auto", lambda part: all_reduce(part, between))
-
-
 def _by_parts(x: Array, mesh_axes: tuple[str, ...], algorithm: Any, use: Callable[[Array], Array]) -> Array:
-    """Sum by a reduce-scatter, after which every device has a part, and a gather of what `use` makes of the parts."""
+    """Reduce-scatter, apply `use` to each device's part, and gather the results."""
     n = collectives.axis_size(mesh_axes)
     axis = next((axis for axis, size in enumerate(x.shape) if size % n == 0), None)
     if axis is None:
@@ -153,8 +152,8 @@ def _by_parts(x: Array, mesh_axes: tuple[str, ...], algorithm: Any, use: Callabl
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def pvary_summed(arrays: tuple[Array, ...], mesh_axes: tuple[str, ...], algorithm: str) -> tuple[Array, ...]:
-    """Mark arrays as varying over mesh axes over which they are the same; their gradients are summed together by `algorithm`,
-    where JAX would sum each by a psum."""
+    """Mark arrays as varying over mesh axes, and sum their gradients together
+    by `algorithm`. JAX would sum each gradient by a psum of its own."""
     return tuple(lax.pcast(array, mesh_axes, to="varying") for array in arrays)
 
 
@@ -165,7 +164,7 @@ pvary_summed.defvjp(
 
 
 def _halves(x: Array, n: int) -> Array:
-    """Pack `x` as n parts of two halves, one for each direction of a ring: `[n, 2, rows, 128]`."""
+    """Pack `x` as n parts of two halves, a half for each direction of a ring: `[n, 2, rows, 128]`."""
     tiles = pack(x, 2 * n)
     return tiles.reshape(n, 2, *tiles.shape[1:])
 
@@ -186,7 +185,7 @@ def _torus(x: Array, mesh_axes: tuple[str, ...]) -> Array:
             return summed(piece, names[1:]) if len(names) > 1 else piece
         if len(names) == 1:
             return unpack(_ring(piece, group), piece.shape)
-        # Parts stay in the accumulator's dtype until the last axis is done: a sum is rounded once, not once per axis.
+        # Parts keep the accumulator's dtype until the last axis: a sum is rounded once, not once per axis.
         part = ring.reduce_scatter(_halves(piece, group.size), group, piece, out_dtype=dma.accumulator_dtype(x.dtype))
         part = summed(part, names[1:]).astype(piece.dtype)
         return unpack(ring.all_gather(part, group, piece), piece.shape)
@@ -195,6 +194,6 @@ def _torus(x: Array, mesh_axes: tuple[str, ...]) -> Array:
 
 
 def _in_pieces(x: Array, body: Callable[[Array], Array], bytes_per_number: int) -> Array:
-    """Run `body` on flat pieces of x, one after the other, each of which fits the chip's VMEM."""
+    """Run `body` on flat pieces of x in turn, each small enough for the chip's VMEM."""
     pieces = -(-x.size * bytes_per_number // vmem_budget())
     return in_pieces(x[None], pieces, lambda piece: unpack(body(piece[0]), piece.shape[1:]))

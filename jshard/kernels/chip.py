@@ -1,4 +1,4 @@
-"""Tell which chip a program is traced for, without touching a device, and whether kernels are interpreted."""
+"""The chip a program is traced for, without touching a device, and the interpretation of kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jshard.hardware.chips import Platform
 
 
 def chip(name: str) -> Chip:
-    """Return the chip called `name`: a name of `CHIPS`, or what JAX calls it."""
+    """Return the chip called `name`: a name of `CHIPS`, or JAX's name for it."""
     low = name.lower()
     if low in CHIPS:
         return CHIPS[low]
@@ -28,7 +28,7 @@ def chip(name: str) -> Chip:
 
 
 def present_chip() -> Chip:
-    """Return the chip that the surrounding program is traced for: the pretended one, else the mesh's, else the backend's."""
+    """Return the chip the surrounding program is traced for: the pretended chip, else the mesh's, else the backend's."""
     mode = interpretation()
     if mode is not None and mode.chip is not None:
         return CHIPS[mode.chip]
@@ -37,12 +37,12 @@ def present_chip() -> Chip:
         found = chip_called(jax.devices()[0].device_kind, jax.default_backend())
     else:
         found = chip_called(device.device_kind, device.platform)
-    # Interpreted kernels are those for TPUs unless a GPU is named, also on a machine that has one.
+    # Interpreted kernels are TPU kernels unless the caller names a GPU, also on a machine with a GPU.
     return CHIPS["cpu"] if mode is not None and found.platform == "gpu" else found
 
 
 def chip_called(kind: str, platform: str) -> Chip:
-    """Return the chip that JAX calls `kind`; one that is not in `CHIPS` still has its platform."""
+    """Return the chip JAX calls `kind`; a chip not in `CHIPS` still has its platform."""
     try:
         return chip(kind)
     except JShardError:  # "auto" is XLA there
@@ -55,7 +55,7 @@ def _chip_name(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Interpretation:
-    """How kernels are interpreted: with a race detector or without, when copies happen, and on which pretended chip."""
+    """Settings of interpreted kernels: a race detector or not, the time of copies, and the pretended chip."""
 
     races: bool = True
     copies: Literal["on_wait", "eager"] = "on_wait"
@@ -69,10 +69,10 @@ _interpretation = jax.make_user_context(None)  # part of JAX's trace cache key
 def interpret(
     *, races: bool = True, copies: Literal["on_wait", "eager"] = "on_wait", chip: str | None = None
 ) -> Iterator[None]:
-    """Interpret kernels that are asked for by name, on pretend TPUs of the CPU with a race detector: slow, for tests.
+    """Interpret kernels named by the caller, on pretend TPUs of the CPU with a race detector: slow, for tests.
 
-    `chip` names the one to pretend. The time it takes says nothing about speed. A race raises nothing: JAX prints
-    RACE DETECTED to stdout, where jshard's own tests look.
+    `chip` names the chip to pretend. The time it takes says nothing about speed. A race
+    raises nothing: JAX prints RACE DETECTED to stdout, where jshard's own tests look.
     """
     with (
         _interpretation(Interpretation(races, copies, None if chip is None else _chip_name(chip))),
@@ -85,8 +85,8 @@ def interpret(
 def _allowed_in_checkpoint() -> Iterator[None]:
     """Let jax.checkpoint take interpreted kernels; JAX has no public name for this.
 
-    It refuses effects, as they might happen twice, and the interpreter's callbacks have some. Twice is what a kernel is
-    computed under checkpoint. Compiled kernels have no such effect.
+    It refuses effects, as they might happen twice, and the interpreter's callbacks have
+    some. A kernel under checkpoint may run twice. Compiled kernels have no such effect.
     """
     from jax._src import callback, effects
 
@@ -100,5 +100,5 @@ def _allowed_in_checkpoint() -> Iterator[None]:
 
 
 def interpretation() -> Interpretation | None:
-    """Return how kernels are interpreted here; None where they are compiled."""
+    """Return the settings of interpreted kernels; None if kernels are compiled."""
     return _interpretation.value

@@ -1,4 +1,4 @@
-"""All-gather then matmul, matmul then reduce-scatter: by XLA one after the other, or by permutes under the products.
+"""All-gather then matmul, matmul then reduce-scatter: by XLA in sequence, or by permutes under the products.
 
 Each is the gradient of the other.
 """
@@ -32,10 +32,10 @@ def all_gather_matmul(
     out_dtype: DTypeLike | None = None,
     algorithm: Algorithm = "auto",
 ) -> Array:
-    """Compute `all_gather(x, axis) @ w`: x[..., K] is sharded over `mesh_axis` along its array axis `axis`, not the last one.
+    """Compute `all_gather(x, axis) @ w`: x[..., K] is sharded over `mesh_axis` along array axis `axis`, not the last.
 
-    "permute" multiplies the rows that have arrived while others travel. It keeps the gathered x for the gradient of w; that of
-    x is one `matmul_reduce_scatter`.
+    "permute" multiplies the received rows while others travel. It keeps the gathered
+    x for the gradient of w; the gradient of x is a `matmul_reduce_scatter`.
     """
     mesh_axes, x, axis = collectives.canonicalize_gather("all_gather_matmul", x, mesh_axis, axis, "varying")
     _check_operands("all_gather_matmul", x, w, axis, "joins")
@@ -57,8 +57,8 @@ def matmul_reduce_scatter(
 ) -> Array:
     """Compute `reduce_scatter(x @ w, axis)`: K is sharded over `mesh_axis`; each device keeps its part of array axis `axis`.
 
-    "permute" sends partial sums, in `out_dtype`, while the next are multiplied. The gradient of x is one `all_gather_matmul`,
-    whose gathered rows the gradient of w takes too.
+    "permute" sends partial sums, in `out_dtype`, while it multiplies the next. The
+    gradient of x is an `all_gather_matmul`; the gradient of w reuses its gathered rows.
     """
     mesh_axes, x, axis = collectives.canonicalize_scatter("matmul_reduce_scatter", x, mesh_axis, axis)
     _check_operands("matmul_reduce_scatter", x, w, axis, "splits")
@@ -76,17 +76,17 @@ def _dtype(x: Array, w: Array, out_dtype: DTypeLike | None) -> jnp.dtype:
 def _check_operands(op: str, x: Array, w: Array, axis: int, verb: str) -> None:
     if axis == x.ndim - 1:
         raise JShardError(
-            f"{op} {verb} axis {axis} of x{x.shape}, which is the one that is multiplied", hint="use axis=0"
+            f"{op} {verb} axis {axis} of x{x.shape}, but the product sums over that axis", hint="use axis=0"
         )
     check_contraction(op, x, w)
 
 
 def _unsupported(w: Array) -> tuple[str, str] | None:
-    """Say why permutes can't run beside the product, and what to type instead; None if they can."""
+    """Return the reason why permutes can't run beside the product, and a hint; None if they can."""
     return None if w.ndim == 2 else (f"it takes a w of two axes, and w is {w.shape}", 'use algorithm="auto"')
 
 
-# -- by permutes, and the gradients of that --
+# -- by permutes, with gradients --
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

@@ -1,8 +1,8 @@
-"""Collectives by mesh axis, inside a shard_map, that XLA alone runs, and the one table of what each costs on the wire.
+"""Collectives of XLA by mesh axis, inside a shard_map, and the table of their costs on the wire.
 
-Each takes an array and one mesh axis or several, works with `check_vma` on, and differentiates. An array that is invariant
-over a mesh axis counts as the same value on every device; over no mesh axis, `()`, a collective is the identity. Nothing is
-cast: a bfloat16 sum travels as bfloat16.
+Each takes an array and one mesh axis or several, works with `check_vma` on, and differentiates.
+An array that is invariant over a mesh axis counts as the same value on every device; over no mesh
+axis, `()`, a collective is the identity. Nothing is cast: a bfloat16 sum travels as bfloat16.
 """
 
 from __future__ import annotations
@@ -25,28 +25,26 @@ MeshAxis = str | Sequence[str]
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A kind of collective: its names in JAX and XLA, and the bytes that each device puts on the wire.
-
-    `payload` says which array is the full one: `operand`, or `result` for a gather.
-    """
+    """A kind of collective: its names in JAX and XLA, and the bytes each device puts on
+    the wire. `payload` names the full array: `operand`, or `result` for a gather."""
 
     name: str
     primitives: frozenset[str]
     opcode: str
     payload: Literal["operand", "result"]
-    parts: Callable[[int], int]  # of n devices: how many n-ths of the payload each sends
+    parts: Callable[[int], int]  # for n devices: the number of n-ths of the payload that each sends
 
     def wire(self, payload: int, group: int) -> int:
-        """Return the bytes that one device sends, rounded up; a group of one sends none."""
+        """Return the bytes a device sends, rounded up; 0 in a group of 1."""
         return 0 if group <= 1 else -(-payload * self.parts(group) // group)
 
     def hops(self, group: int) -> int:
-        """Return how often a device waits for its neighbour in a ring; what is sent to others directly is waited for once."""
+        """Return the number of waits for a neighbour in a ring; a direct send waits once."""
         return self.parts(group) if self.name in ("all_reduce", "all_gather", "reduce_scatter") else 1
 
 
 def _primitives(words: str) -> frozenset[str]:
-    """List JAX's primitives, and the asynchronous ones; their other halves, `_done`, move nothing more."""
+    """Return JAX's primitives and their asynchronous starts; the other halves, `_done`, move nothing more."""
     return frozenset(word + half for word in words.split() for half in ("", "_start"))
 
 
@@ -72,11 +70,11 @@ def permute(
 ) -> Array:
     """Send each device's `x` along `mesh_axis`: `shift` places around the ring (default 1), or by (source, target) `pairs`.
 
-    A device that is sent nothing gets zeros. Several mesh axes count as one, major first.
+    A device that receives nothing gets zeros. Several mesh axes count as one, major first.
     """
     mesh_axes = canonicalize_mesh_axes("permute", mesh_axis)
     if shift is not None and pairs is not None:
-        raise JShardError("permute was given both a shift and pairs", hint="give one of them: permute(..., shift=1)")
+        raise JShardError("permute takes a shift or pairs, not both", hint="write permute(..., shift=1)")
     size = axis_size(mesh_axes)
     if pairs is None:
         pairs = [(source, (source + (1 if shift is None else shift)) % size) for source in range(size)]
@@ -89,7 +87,8 @@ def permute(
 def send_recv(x: Array, *, source: int, target: int, axis: MeshAxis) -> Array:
     """Send the `x` of device `source` along mesh axis `axis` to device `target`; the others keep their own.
 
-    Costs one collective-permute of one pair; so does its gradient, the other way. Several mesh axes count as one, major first.
+    Costs one collective-permute of one pair; so does its gradient,
+    the other way. Several mesh axes count as one, major first.
     """
     mesh_axes = canonicalize_mesh_axes("send_recv", axis)
     size = axis_size(mesh_axes)
@@ -111,8 +110,8 @@ def all_to_all(
     """
     if split_axis is None or concat_axis is None:
         raise JShardError(
-            f"all_to_all over mesh axis {_quoted((mesh_axis,) if isinstance(mesh_axis, str) else mesh_axis)} is not told which "
-            "axes it splits and joins",
+            f"all_to_all over mesh axis {_quoted((mesh_axis,) if isinstance(mesh_axis, str) else mesh_axis)} needs the axes "
+            "it splits and joins",
             hint="write all_to_all(x, mesh_axis, split_axis=0, concat_axis=1)",
         )
     mesh_axes = canonicalize_mesh_axes("all_to_all", mesh_axis)
@@ -137,7 +136,7 @@ def broadcast(x: Array, mesh_axis: MeshAxis, *, root: int = 0) -> Array:
     if not mesh_axes:
         return jnp.asarray(x)
     x = pvary(x, mesh_axes)
-    # A sum in which all others are zero: its type says that every device has the same.
+    # A sum with zeros from all others: its type is invariant.
     of_root = jnp.where(lax.axis_index(mesh_axes) == root, x, jnp.zeros((), x.dtype))
     return lax.psum(of_root, mesh_axes).astype(x.dtype)  # psum of bool is int32
 
@@ -156,54 +155,50 @@ def axis_index(mesh_axis: MeshAxis) -> Array:
 def _in_mesh_order(
     pairs: Sequence[tuple[int, int]], mesh_axes: tuple[str, ...]
 ) -> tuple[tuple[str, ...], list[tuple[int, int]]]:
-    """Return the mesh axes in mesh order, and `pairs` renumbered so.
-
-    lax.ppermute counts devices in mesh order whatever it is given: silently on jax 0.10.2, with an error on 0.12.
-    """
+    """Return the mesh axes in mesh order, and `pairs` renumbered accordingly. lax.ppermute counts
+    devices in mesh order for any order of its axes: silently on jax 0.10.2, with an error on 0.12."""
     order = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in mesh_axes)
-    if len(order) < len(mesh_axes):  # an axis of vmap, which no mesh orders
+    if len(order) < len(mesh_axes):  # an axis of vmap is in no mesh
         return mesh_axes, list(pairs)
     numbers = np.arange(axis_size(order)).reshape([axis_size(name) for name in order])
     rank = numbers.transpose([order.index(name) for name in mesh_axes]).ravel().tolist()
     return order, [(rank[source], rank[target]) for source, target in pairs]
 
 
-# -- which values vary --
+# -- varying values --
 
 
 def check_vma_enabled() -> bool:
-    """Return whether the surrounding shard_map checks over which mesh axes values vary (`check_vma`)."""
+    """Return True if the surrounding shard_map checks the mesh axes over which values vary (`check_vma`)."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     # JAX has no public way to ask; with the check off a cast leaves no trace in the type
     return bool(manual) and bool(jax.typeof(lax.pcast(jnp.zeros(()), manual[0], to="varying")).mat.varying)
 
 
 def pvary(x: Array, mesh_axes: tuple[str, ...]) -> Array:
-    """Mark `x` as varying over all of `mesh_axes`, as lax's collectives demand of their operands."""
+    """Mark `x` as varying over all of `mesh_axes`, as lax's collectives demand."""
     x = jnp.asarray(x)
     missing = tuple(name for name in mesh_axes if name not in jax.typeof(x).mat.varying)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def pvary_alike(*arrays: Array, mesh_axes: tuple[str, ...] = ()) -> list[Array]:
-    """Mark arrays as varying over the mesh axes of all of them, and over `mesh_axes`.
-
-    A custom gradient computes each operand's cotangent from all operands: only so does it have the operand's type.
-    """
+    """Mark arrays as varying over the union of their mesh axes and `mesh_axes`. A custom
+    gradient computes each cotangent from all operands: this gives it the operand's type."""
     names = tuple(sorted({*mesh_axes}.union(*(jax.typeof(x).mat.varying for x in arrays))))
     return [pvary(x, names) for x in arrays]
 
 
-# -- arguments, and what is wrong with them --
+# -- arguments and their faults --
 
 
 def canonicalize_mesh_axes(op_name: str, mesh_axis: MeshAxis) -> tuple[str, ...]:
-    """Return `mesh_axis` as a tuple, each of which the surrounding shard_map has."""
+    """Return `mesh_axis` as a tuple; raise for a mesh axis missing in the surrounding shard_map."""
     mesh_axes = (mesh_axis,) if isinstance(mesh_axis, str) else tuple(mesh_axis)
     for name in mesh_axes:
         try:
             size_along(name)
-        except NameError:  # JAX has no other public way to ask; this one knows the axis names of vmap too
+        except NameError:  # JAX has no other public test, and this covers the axis names of vmap
             raise _unbound(op_name, name) from None
         if mesh_axes.count(name) > 1:
             once = ", ".join(f'"{other}"' for other in dict.fromkeys(mesh_axes))
@@ -214,14 +209,14 @@ def canonicalize_mesh_axes(op_name: str, mesh_axis: MeshAxis) -> tuple[str, ...]
 def canonicalize_gather(
     op_name: str, x: Array, mesh_axis: MeshAxis, axis: int, result: str
 ) -> tuple[tuple[str, ...], Array, int]:
-    """Return the mesh axes, the array and the axis, not negative, of an op that joins shards."""
+    """Return the mesh axes, the array and the nonnegative axis of an op that joins shards."""
     check_choice(op_name, "result", result, ("varying", "invariant"))
     mesh_axes, x = canonicalize_mesh_axes(op_name, mesh_axis), jnp.asarray(x)
     return mesh_axes, x, _axis(op_name, "joins", x, axis)
 
 
 def canonicalize_scatter(op_name: str, x: Array, mesh_axis: MeshAxis, axis: int) -> tuple[tuple[str, ...], Array, int]:
-    """Return the mesh axes, the array and the axis, not negative, of an op that splits an array."""
+    """Return the mesh axes, the array and the nonnegative axis of an op that splits an array."""
     mesh_axes, x = canonicalize_mesh_axes(op_name, mesh_axis), jnp.asarray(x)
     axis = _axis(op_name, "splits", x, axis)
     _check_divides(op_name, x, axis, mesh_axes)
@@ -252,7 +247,7 @@ def _quoted(mesh_axes: Sequence[str], joint: str = ", ") -> str:
 
 
 def check_choice(op_name: str, key: str, word: str, choices: tuple[str, ...]) -> None:
-    """Raise unless `word` is one of `choices`."""
+    """Raise unless `word` is among `choices`."""
     if word not in choices:
         hint = did_you_mean(word, choices, f"use {_quoted(choices, ' or ')}")
         raise JShardError(f'{op_name} has no {key} "{word}"', hint=hint)

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter along mesh axes, by XLA, which is the specification, or by a kernel.
+"""All-gather and reduce-scatter along mesh axes, by XLA (the specification) or by a kernel.
 
 Each is the other's gradient.
 """
@@ -33,12 +33,14 @@ def all_gather(
 ) -> Array:
     """Concatenate the shards of all devices along `mesh_axis`, along array axis `axis`.
 
-    The gradient of a "varying" result is a reduce-scatter. "invariant" says that all devices do the same with the result;
-    its gradient is a slice and moves nothing. "ring" sends half of each shard each way round, from HBM to HBM, and so does
-    the reduce-scatter of its gradient. "permute" sends whole shards both ways by XLA's permutes, on any backend. "in_order" is
-    XLA's gather, and between CPU processes an all-to-all of copies, with a gradient that is summed in device order. "torus" is
-    XLA's gather along each axis of a TPU slice's torus, one after another, where the mesh axis is all of it; what scatters its
-    gradient is "auto". Several mesh axes take one gather each, the minor (last) one first.
+    The gradient of a "varying" result is a reduce-scatter. "invariant" states that all devices use the result alike;
+    its gradient is a slice and moves nothing. Several mesh axes take a gather each, the minor (last) axis first.
+
+    - "ring" sends half of each shard each way round, from HBM to HBM; the reduce-scatter of its gradient does so too.
+    - "permute" sends whole shards both ways by XLA's permutes, on any backend.
+    - "in_order" is XLA's gather, and between CPU processes an all-to-all of copies; its gradient is summed in device order.
+    - "torus" is XLA's gather along each axis of a TPU slice's torus in turn, where the mesh axis is all of the slice. Its
+      gradient is scattered by "auto".
     """
     mesh_axes, x, axis = collectives.canonicalize_gather("all_gather", x, mesh_axis, axis, result)
     chosen = resolve_algorithm("all_gather", algorithm, x, mesh_axes)
@@ -49,7 +51,7 @@ def all_gather(
 
 def _by_xla(x: Array, mesh_axes: tuple[str, ...], axis: int, result: str) -> Array:
     to = "varying" if result == "varying" else "invarying"
-    for name in reversed(mesh_axes):  # the minor one first: its shards are next to each other in the result
+    for name in reversed(mesh_axes):  # the minor axis first: its shards are adjacent in the result
         x = lax.all_gather(collectives.pvary(x, (name,)), name, axis=axis, tiled=True, to=to)
     return x
 
@@ -62,7 +64,7 @@ def _all_gather(x: Array, mesh_axes: tuple[str, ...], axis: int, result: str, al
     full = call_batched(run, x, axis) if algorithm == "ring" else run(x, axis)  # JAX batches its own collectives
     if result == "varying":
         return collectives.pvary(full, mesh_axes)
-    return set_varying(full, jax.typeof(full).mat.varying - {*mesh_axes})  # to JAX what a permute gives varies
+    return set_varying(full, jax.typeof(full).mat.varying - {*mesh_axes})  # JAX types a permute's result as varying
 
 
 def _all_gather_bwd(
@@ -117,12 +119,13 @@ def reduce_scatter(
     axis: int = 0,
     algorithm: Literal["auto", "in_order", "permute", "ring", "xla"] = "auto",
 ) -> Array:
-    """Sum `x` over the devices along `mesh_axis`; each keeps its own part of array axis `axis`.
+    """Sum `x` over the devices along `mesh_axis`; each device keeps its own part of array axis `axis`.
 
-    "ring" sends half of each part each way round and adds bfloat16 in float32; its gradient is the all-gather's ring.
-    "permute" sends whole parts both ways by XLA's permutes, on any backend, and rounds where it adds. "in_order" is an
-    all-to-all, and adds in device order, bfloat16 in float32 too. Several mesh axes take one scatter each,
-    the major (first) one first: the inverse order of `all_gather`.
+    Several mesh axes take a scatter each, the major (first) axis first: the inverse order of `all_gather`.
+
+    - "ring" sends half of each part each way round and adds bfloat16 in float32; its gradient is the all-gather's ring.
+    - "permute" sends whole parts both ways by XLA's permutes, on any backend, with rounding at each addition.
+    - "in_order" is an all-to-all, and adds in device order, bfloat16 in float32 too.
     """
     mesh_axes, x, axis = collectives.canonicalize_scatter("reduce_scatter", x, mesh_axis, axis)
     shape = (*x.shape[:axis], x.shape[axis] // collectives.axis_size(mesh_axes), *x.shape[axis + 1 :])
@@ -170,7 +173,7 @@ def _scatter_kernel(x: Array, mesh_axes: tuple[str, ...], axis: int, algorithm: 
 
 
 def _ring(x: Array, name: str, out_dtype: DTypeLike) -> Array:
-    """Reduce-scatter `x[n, ...]`, in pieces of each part that fit the chip's VMEM."""
+    """Reduce-scatter `x[n, ...]`, in pieces of each part small enough for the chip's VMEM."""
     from jshard.kernels.tpu import dma, ring
 
     group = dma.Group.of((name,))

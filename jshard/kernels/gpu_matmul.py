@@ -1,4 +1,4 @@
-"""Multiply matrices on one GPU by JAX's own Mosaic kernels, padded to whole tiles."""
+"""Matrix products on a single GPU by JAX's own Mosaic kernels, padded to whole tiles."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jshard.kernels.invariant_cast import invariant_cast_p
 from jshard.kernels.select_algorithm import GPU_GENERATIONS
 from jshard.kernels.tiles import pad_to, round_up
 
-# Returns its operand. It tells a plan, which can't see into a GPU kernel, the operations of the product that follows.
+# The identity. Its `flops` are those of the next product, as a plan can't see into a GPU kernel.
 multiplied_p = Primitive("multiplied")
 multiplied_p.def_abstract_eval(lambda x, *, flops: x)
 multiplied_p.def_impl(lambda x, *, flops: x)
 mlir.register_lowering(multiplied_p, lambda _, x, *, flops: [x])
 
-# Rows and columns of a tile of the result, the largest first. Two cores of a Blackwell share one of 256 x 256.
+# Rows and columns of a tile of the result, the largest first. Two cores of a Blackwell share a tile of 256 x 256.
 TILES = {"hopper": ((128, 256), (128, 128), (64, 128)), "blackwell": ((256, 256), (128, 128))}
-DEPTH = 64  # of a tile, along what is summed over: 128 bytes, the widest swizzle
+DEPTH = 64  # of a tile, along the contracted axis: 128 bytes, the widest swizzle
 STAGES = 4  # tiles in flight
-BAND = 8  # tiles that blocks go through side by side, so that what two neighbours share is still in cache
+BAND = 8  # tiles side by side in the order of blocks, so that neighbours find shared operands in cache
 
 
 def matmul(x_mk: Array, w_kn: Array, out_dtype: jnp.dtype) -> Array:
@@ -45,7 +45,7 @@ def matmul(x_mk: Array, w_kn: Array, out_dtype: jnp.dtype) -> Array:
 
 
 def tile_for(m: int, n: int, cores: int, generation: str) -> tuple[int, int]:
-    """Return the largest tile that still gives every core one, for a small product the smallest. Not tuned."""
+    """Return the largest tile with at least a tile for every core, for a small product the smallest. Not tuned."""
     tiles = TILES[generation]
     busy = [(rows, columns) for rows, columns in tiles if -(-m // rows) * -(-n // columns) >= cores]
     return (busy or tiles[-1:])[0]
@@ -59,7 +59,7 @@ def _hopper(x: Array, w: Array, rows: int, columns: int, out_dtype: jnp.dtype) -
         rows, columns // 2, DEPTH, STAGES, epi_tile_n=32 if is_wide else 64, grid_tile_width=BAND,
         grid_minor_dim=kernel.MatmulDimension.N, wg_dimension=kernel.MatmulDimension.N,
     )  # fmt: skip
-    # It adds a third operand, and returns its dtype.
+    # The kernel adds a third operand, and returns its dtype.
     return kernel.matmul(x, w, jnp.zeros((x.shape[0], w.shape[1]), jnp.float32) if is_wide else None, config)
 
 

@@ -1,5 +1,5 @@
-"""Cast values to invariant where `check_vma` can't infer it, or to varying and back over mesh axes of one device: primitives
-that change a type and compute nothing."""
+"""Primitives that change the varying type of a value and compute nothing. They cast to
+invariant where `check_vma` can't infer it, or to varying and back over mesh axes of size 1."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ mlir.register_lowering(invariant_cast_p, lambda _, x: [x])
 batching.defvectorized(invariant_cast_p)
 
 
-# JAX would sum the gradient of what begins to vary over one device, and XLA would copy each array that it sums alone.
+# With lax.pcast, JAX would sum gradients over the single device, and XLA would copy each array of such a sum.
 def _one_device(name: str) -> Primitive:
     cast = Primitive(name)
     cast.def_abstract_eval(
         lambda x, varying: x.update(
-            sharding=x.sharding.update(mesh=jax.sharding.get_abstract_mesh())  # a constant knows of no mesh
+            sharding=x.sharding.update(mesh=jax.sharding.get_abstract_mesh())  # a constant has no mesh
         ).update_manual_axis_type(ManualAxisType(varying=varying))
     )
     cast.def_impl(lambda x, varying: x)
@@ -36,12 +36,11 @@ def _one_device(name: str) -> Primitive:
 
 
 one_device_cast_p = _one_device("one_device_cast")
-one_device_sum_p = _one_device("one_device_sum")  # where a mesh of more devices sums: verify compares the two
+one_device_sum_p = _one_device("one_device_sum")  # in place of a psum on larger meshes: verify compares the two
 
 
 def over_one_device(x: Array, mesh_axes: Iterable[str], *, varies: bool, is_sum: bool = False) -> Array:
-    """Let `x` vary, or no longer vary, over those of `mesh_axes` that have one device: what it is and its gradient stay as they
-    are."""
+    """Mark `x` as varying, or as invariant, over the `mesh_axes` of size 1; value and gradient do not change."""
     have = jax.typeof(x).mat.varying
     asked = frozenset(mesh_axes) - have if varies else have.intersection(mesh_axes)
     alone = frozenset(name for name in asked if size_along(name) == 1)
@@ -50,7 +49,7 @@ def over_one_device(x: Array, mesh_axes: Iterable[str], *, varies: bool, is_sum:
 
 
 def set_varying(x: Array, mesh_axes: Set[str]) -> Array:
-    """Mark `x` as varying over `mesh_axes` and no others; nothing checks that it is so."""
+    """Mark `x` as varying over exactly `mesh_axes`; nothing checks it."""
     if jax.typeof(x).mat.varying == mesh_axes:
         return x
     x = invariant_cast_p.bind(x)

@@ -1,4 +1,4 @@
-"""Declare what a Pallas kernel moves between devices, where it is called: the ledger can't see into a kernel.
+"""Declarations of a Pallas kernel's traffic between devices, at its call: the ledger can't see into a kernel.
 
 A declaration is the entry "jshard" of `pallas_call`'s `metadata`: JSON with `op` and `algorithm` (words), `mesh_axes`,
 `payload` (bytes of the array that the table of collectives counts) and `wire` (bytes that one device sends).
@@ -17,7 +17,7 @@ from jshard.errors import JShardError
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.programs.jaxprs import Shaped
 
-KEY = "jshard"  # of pallas_call's metadata, which other tools may write to as well
+KEY = "jshard"  # the entry in pallas_call's metadata; other tools may have entries too
 
 
 def declare(
@@ -28,17 +28,17 @@ def declare(
     algorithm: str,
     wire: int,
 ) -> dict[str, str]:
-    """Return the `metadata` of a `pallas_call` that sends along `mesh_axis`, so that the ledger counts it like XLA's own:
+    """Return the `metadata` of a `pallas_call` that sends along `mesh_axis`: the ledger counts it like XLA's own.
 
         pl.pallas_call(..., metadata=declare("all_reduce", "tensor", x, algorithm="one_shot", wire=x.nbytes * (n - 1)))
 
-    `op` contains the name of a collective ("all_gather_matmul" is an all-gather). `payload` is the array (or its shape and
-    dtype) that the table's price counts: the operand of an all-reduce or reduce-scatter, the result of an all-gather.
-    A plan assumes that nothing runs while the bytes travel.
+    `op` contains the name of a collective ("all_gather_matmul" is an all-gather). `payload` is the array
+    (or its shape and dtype) that the table's price counts: the operand of an all-reduce or
+    reduce-scatter, the result of an all-gather. A plan assumes that nothing runs while the bytes travel.
     """
     if collective_of(op) is None:
         raise JShardError(
-            f'a kernel declares "{op}", which names no collective of the ledger',
+            f'a kernel declares "{op}", but the ledger has no such collective',
             hint=f"use one of {', '.join(COLLECTIVES)}",
         )
     shape, dtype = tuple(payload.shape), jax.numpy.dtype(payload.dtype)
@@ -55,11 +55,11 @@ def declare(
 
 
 def declared(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Read what the kernel of a `pallas_call` equation declares, from the equation's parameters; None if nothing."""
+    """Return the declaration in the parameters of a `pallas_call` equation; None if there is none."""
     text = (parameters.get("metadata") or {}).get(KEY)
     return None if text is None else json.loads(text)
 
 
 def collective_of(op: str) -> str | None:
-    """Return the collective that `op` names, alone or fused with a product."""
+    """Return the collective in the name `op`, alone or fused with a product."""
     return next((name for name in COLLECTIVES if name in op), None)

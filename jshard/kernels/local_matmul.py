@@ -1,4 +1,4 @@
-"""Multiply matrices on one device, by XLA or by a kernel. XLA's is the specification."""
+"""Matrix products on a single device, by XLA or by a kernel. XLA's product is the specification."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def matmul(
     preferred_element_type: DTypeLike | None = None,
     algorithm: Literal["auto", "pallas", "xla"] = "auto",
 ) -> Array:
-    """Compute `x[..., K] @ w[K, ...]`, the last axis of x against the first of w; compiles to what `x @ w` compiles to.
+    """Compute `x[..., K] @ w[K, ...]`, the last axis of x against the first of w. It compiles to the code of `x @ w`.
 
-    `preferred_element_type` is the dtype to sum in and to return; None is the operands' own. With a `bias` or an `activation`
-    the sum stays in float32 until they are applied, and is rounded once to `out_dtype`. "pallas" always sums in float32, and
-    takes a w of two axes; that of a Blackwell GPU rounds the sum to the operands' dtype first.
+    `preferred_element_type` is the dtype to sum in and to return; None is the operands' own. With a `bias` or an
+    `activation` the sum stays in float32 until they are applied, and is rounded once to `out_dtype`. "pallas" always
+    sums in float32, and takes a w of two axes; on a Blackwell GPU it rounds the sum to the operands' dtype first.
     """
     check_contraction("matmul", x, w)
     if activation is not None and activation not in ACTIVATIONS:
@@ -62,7 +62,7 @@ def matmul(
 
 
 def check_contraction(op_name: str, x: Array, w: Array) -> None:
-    """Raise unless the last axis of `x` and the first of `w` have one size."""
+    """Raise unless the last axis of `x` and the first of `w` are of equal size."""
     if not x.ndim or not w.ndim or x.shape[-1] != w.shape[0]:
         raise JShardError(
             f"{op_name} of x{x.shape} and w{w.shape}: the last axis of x does not match the first of w",
@@ -71,16 +71,16 @@ def check_contraction(op_name: str, x: Array, w: Array) -> None:
 
 
 def _unsupported_operands(x: Array, w: Array, precision: lax.PrecisionLike) -> tuple[str, str] | None:
-    """Say why no kernel multiplies `x` by `w`, and what to type instead; None if one does."""
+    """Return the reason why no kernel multiplies `x` by `w`, and a hint; None if a kernel can."""
     use_auto = 'use algorithm="auto"'
     if w.ndim != 2:
         return f"its kernel takes a w of two axes, and w is {w.shape}", use_auto
     if w.dtype != x.dtype:
-        return f"its kernel takes operands of one dtype, and x is {x.dtype} and w {w.dtype}", "cast one of them"
+        return f"its kernel takes operands of equal dtype, and x is {x.dtype} and w {w.dtype}", "cast one of them"
     if precision is not None:
         return "its kernel has no precision to choose", use_auto
     if not (x.size and w.size):
-        return f"x{x.shape} and w{w.shape} hold nothing to multiply", use_auto
+        return f"x{x.shape} or w{w.shape} is empty", use_auto
     return None
 
 
@@ -98,7 +98,7 @@ def _product(x: Array, w: Array, out_dtype: jnp.dtype) -> Array:
 
 def _product_bwd(out_dtype: jnp.dtype, operands: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
     x, w = operands
-    narrow = cotangent.astype(x.dtype)  # the kernel takes operands of one dtype
+    narrow = cotangent.astype(x.dtype)  # the kernel takes operands of equal dtype
     return _kernel(narrow, w.T, x.dtype), _kernel(x.T, narrow, w.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Time collectives and products on the devices at hand, algorithm beside algorithm, and test them there against XLA's."""
+"""Timings of collectives and products on the devices at hand, by each algorithm, and tests against XLA's."""
 
 from __future__ import annotations
 
@@ -30,14 +30,12 @@ from jshard.kernels.select_algorithm import GPUS, LONGEST_RING, NO_KERNELS
 
 MOVES = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
 PRODUCTS = {"all_gather_matmul": all_gather_matmul, "matmul_reduce_scatter": matmul_reduce_scatter}
-
-
-CALL_SECONDS = 2e-3  # that one call of a product should take: of a shorter one its dispatch is timed
+CALL_SECONDS = 2e-3  # the least time of a timed call: below it, dispatch dominates
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one op by one algorithm: median, lowest and highest of `repeats` calls."""
+    """The seconds of an op by an algorithm: median, lowest and highest of `repeats` calls."""
 
     op: str
     algorithm: str
@@ -47,8 +45,10 @@ class Timing:
     low: float
     high: float
     repeats: int
-    done: float  # bytes that each device puts on the wire, if it sends no more than the collective must; or operations
-    limit: float  # of these a second, by the chip's maker: over a device's links one way, or at its peak; 0 if unknown
+    done: float  # the least bytes on the wire per device, or floating-point operations
+    limit: (
+        float  # the most of them a second, by the chip's maker: over a device's links one way, or at peak; 0 if unknown
+    )
 
     @property
     def rate(self) -> float:
@@ -57,23 +57,22 @@ class Timing:
 
 
 def algorithms_at_hand(op: str, group: int, chip: Chip) -> list[str]:
-    """List the algorithms of `op` that compile for `chip`. What is only interpreted is never timed."""
+    """Return the algorithms of `op` compiled for `chip`. Interpreted kernels are never timed."""
     words = [word for word in ALGORITHMS[op] if word not in ("auto", "in_order", "torus", "hierarchical")]
     has_kernels = chip.platform == "tpu" or (op == "matmul" and chip.name in GPUS)
     return [word for word in words if word in NO_KERNELS or (has_kernels and (word != "ring" or group <= LONGEST_RING))]
 
 
 def measure(mesh: Mesh, sizes: Sequence[int], *, dtype: DTypeLike = "bfloat16", repeats: int = 20) -> list[Timing]:
-    """Time each collective at each of `sizes`, bytes of its payload, by each algorithm that compiles here, over a mesh of one
-    axis."""
+    """Time each collective at payloads of `sizes` bytes, by each algorithm that compiles here, over a mesh with one axis."""
     group, chip = mesh.size, _chip_at_hand()
     found = []
     for op, size in itertools.product(MOVES, sizes):
         runs = {}
         for algorithm in algorithms_at_hand(op, group, chip):
-            with contextlib.suppress(JShardError):  # one_shot of what does not fit VMEM: the others can still be timed
+            with contextlib.suppress(JShardError):  # one_shot of a payload too large for VMEM
                 runs[algorithm] = _prepared(mesh, op, algorithm, size, dtype)
-        payload = _elements(op, size, group, dtype) * jnp.dtype(dtype).itemsize
+        payload = _elements(size, group, dtype) * jnp.dtype(dtype).itemsize
         sent = COLLECTIVES[op].wire(payload, group)
         for algorithm, seconds in _time_in_turns(runs, repeats).items():
             found.append(Timing(op, algorithm, group, payload, *seconds, repeats, sent, chip.link))
@@ -81,7 +80,7 @@ def measure(mesh: Mesh, sizes: Sequence[int], *, dtype: DTypeLike = "bfloat16", 
 
 
 def measure_products(sides: Sequence[int], *, dtype: DTypeLike = "bfloat16", repeats: int = 20) -> list[Timing]:
-    """Time the product of two square matrices of each of `sides` on one device, by each algorithm that compiles here."""
+    """Time products of two square matrices of each size in `sides` on a device, by each algorithm that compiles here."""
     chip = _chip_at_hand()
     peak = chip.peak(str(jnp.dtype(dtype))) if chip.flops else 0.0
     found = []
@@ -100,9 +99,9 @@ def _chip_at_hand() -> Chip:
 
 
 def _time_in_turns(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, tuple[float, float, float]]:
-    """Time each of `runs`: median, lowest and highest seconds of `repeats` calls, each of which waits for its result.
+    """Time each of `runs`: median, lowest and highest seconds of `repeats` calls, each waiting for its result.
 
-    The runs take turns, so that other load, and a clock that slows with heat, fall on all alike.
+    The runs take turns, so that other load, and a clock that slows with heat, affect all alike.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
@@ -113,14 +112,14 @@ def _time_in_turns(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str
     return {name: (statistics.median(each), min(each), max(each)) for name, each in seconds.items()}
 
 
-def _elements(op: str, size: int, group: int, dtype: DTypeLike) -> int:
+def _elements(size: int, group: int, dtype: DTypeLike) -> int:
     return max(size // jnp.dtype(dtype).itemsize // group, 1) * group
 
 
 def _prepared(mesh: Mesh, op: str, algorithm: str, size: int, dtype: DTypeLike) -> Callable[[], Any]:
     """Compile a collective and run it once."""
     group, (mesh_axis,) = mesh.size, mesh.axis_names
-    full = _elements(op, size, group, dtype)
+    full = _elements(size, group, dtype)
     local = full // group if op == "all_gather" else full
     sharding = jax.NamedSharding(mesh, P(mesh_axis))
     x = jax.make_array_from_callback((group * local,), sharding, lambda index: np.ones(local, jnp.dtype(dtype)))
@@ -163,7 +162,7 @@ def _run(op: str, x: Array, mesh_axis: str, algorithm: Any) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """One op by one algorithm compared with XLA's on integers: how many numbers differ, on all devices together."""
+    """An op by an algorithm, compared with XLA's on integers: the number of differences on all devices together."""
 
     op: str
     algorithm: str
@@ -179,10 +178,10 @@ class Proof:
 
 
 def self_test(mesh: Mesh) -> Iterator[Proof]:
-    """Compare every op by every algorithm with XLA's, on integers, on the devices of one process or of many.
+    """Compare every op by every algorithm with XLA's, on integers, on the devices of all processes.
 
-    On CPUs the kernels for TPUs are interpreted, which needs all devices in one process. On GPUs only the product has one.
-    Permutes run anywhere.
+    On CPUs the kernels for TPUs are interpreted, with all devices in one
+    process. On GPUs only the product has a kernel. Permutes run anywhere.
     """
     chip = _chip_at_hand()
     can_interpret = chip.platform == "cpu" and jax.process_count() == 1
@@ -210,7 +209,7 @@ def _compare(mesh: Mesh, op: str, algorithm: str, compiled: bool, dtype: str = "
     x = jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
 
     def body(x: Array) -> Array:
-        if op == "all_reduce" and algorithm == "xla":  # XLA's own is compared with a gather and a sum
+        if op == "all_reduce" and algorithm == "xla":  # compare XLA's own with a gather and a sum
             expected = lax.all_gather(x, mesh_axis).sum(0)
         else:
             expected = _run(op, x, mesh_axis, "xla")

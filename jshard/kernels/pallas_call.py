@@ -1,8 +1,8 @@
-"""Call a Pallas TPU kernel inside a shard_map with `check_vma` on, compiled or interpreted.
+"""Calls of Pallas TPU kernels inside a shard_map with `check_vma` on, compiled or interpreted.
 
-A compiled kernel states over which mesh axes its results vary (`manual_axis_type`). The interpreter turns a kernel into JAX
-operations that mix varying and invariant values, which `check_vma` refuses. So operands of an interpreted kernel are cast to
-invariant on the way in and its results to varying on the way out, and the check stays on around the call.
+A compiled kernel states the mesh axes over which its results vary (`manual_axis_type`). The interpreter turns a kernel
+into JAX operations that mix varying and invariant values, which `check_vma` refuses. So operands of an interpreted
+kernel are cast to invariant before the call and its results to varying after it; the check stays on around the call.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from jshard.kernels.tpu.dma import SMEM, VMEM, Group
 
 @dataclasses.dataclass(frozen=True)
 class KernelCost:
-    """What a kernel moves and computes; neither XLA nor the ledger can see into it.
+    """The traffic and arithmetic of a kernel; neither XLA nor the ledger can see into it.
 
-    `payload` has the shape and dtype of the array that the table of collectives counts. `wire` is the bytes that each device
-    sends, padding included; `vmem` the bytes of VMEM that it needs.
+    `payload` has the shape and dtype of the array that the table of collectives counts. `wire` is
+    the bytes that each device sends, padding included; `vmem` the bytes of VMEM that it needs.
     """
 
     op: str
@@ -43,7 +43,7 @@ class KernelCost:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Shape and dtype of a result, and the mesh axes over which it is the same on every device."""
+    """The shape and dtype of a result, and the mesh axes over which it is invariant."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -62,8 +62,8 @@ def launch(
 ) -> Array:
     """Run a Pallas kernel and return its result.
 
-    A kernel with a `group` sends to other devices of it; its first operand is then the device's coordinates in the group.
-    The first `parallel` axes of the grid may run in any order.
+    A kernel with a `group` sends to other devices of it; its first operand is then the device's
+    coordinates in the group. The first `parallel` axes of the grid may run in any order.
     """
     mode = interpretation()
     # Coordinates alone make no result vary.
@@ -81,9 +81,9 @@ def launch(
         compiler_params=pltpu.CompilerParams(
             collective_id=None if group is None else group.collective_id,
             has_side_effects=group is not None,  # a device whose result is unused still has to send to the others
-            # half as much again as the kernel needs, within the chip
+            # 1.5 times the kernel's need, within the chip
             vmem_limit_bytes=min(max(cost.vmem * 3 // 2, 16 << 20), (present_chip().vmem or 128) << 20),
-            # vmap adds an axis to the grid, and in interpret mode no entry here for it
+            # in interpret mode, vmap adds an axis to the grid but no entry here
             dimension_semantics=semantics if semantics and mode is None else None,
         ),
         cost_estimate=pl.CostEstimate(
@@ -109,13 +109,14 @@ def launch_once(
     body: Callable[..., None], x: Array, result: Result, group: Group, cost: KernelCost, scratch: Sequence[Any],
     *, partners: Literal["everyone", "neighbours"], memory: pl.BlockSpec = VMEM,
 ) -> Array:  # fmt: skip
-    """Run `body(group, rank, x_ref, y_ref, *scratch)` between two barriers, without a grid: all of x and y are in `memory`."""
+    """Run `body(group, rank, x_ref, y_ref, *scratch)` between two barriers, without a grid: x and y are in
+    `memory`."""
 
     def kernel(coordinates_ref: Any, *refs: object) -> None:
         inside, rank = group.inside_kernel(coordinates_ref)
         dma.barrier(inside, rank, partners)
         body(inside, rank, *refs)
-        dma.barrier(inside, rank, partners)  # all have read what was sent to them: the next call may overwrite it
+        dma.barrier(inside, rank, partners)  # all have read their input: the next call may overwrite it
 
     spec = pl.GridSpec(in_specs=[SMEM, memory], out_specs=memory, scratch_shapes=scratch)
     return launch(kernel, [x], result, spec, cost=cost, group=group)

@@ -1,8 +1,8 @@
-"""Gather and scatter by permutes, both ways round a ring, in plain JAX: alone, or around the pieces of a product.
+"""Gather and scatter by permutes, both ways round a ring, in plain JAX: alone, or overlapped with a product.
 
-Any backend runs them. XLA for TPUs sends a permute while it computes, which it does of no reduce-scatter. To the right a number
-passes n // 2 devices, to the left (n - 1) // 2. What is scattered is added where it passes, and rounded to its dtype there: the
-order is the same in every run, but another than XLA's, and another for each device that keeps a part.
+They run on any backend. XLA for TPUs overlaps permutes with computation, but no reduce-scatters. A number
+passes n // 2 devices to the right, (n - 1) // 2 to the left. A scatter adds and rounds at each hop, to its
+dtype: the order is the same in every run, but differs from XLA's, and between the devices that keep parts.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Names = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """`size` devices, `stride` places from each to the next along mesh axes."""
+    """`size` devices, each `stride` places after the last along mesh axes."""
 
     names: Names
     size: int
     stride: int = 1
 
     def device(self, away: int) -> Array:
-        """The place in the ring of the device that is so many places to the right of this one."""
+        """Return the place in the ring of the device `away` places to the right."""
         here = axis_index(self.names) if self.stride == 1 else axis_index(self.names) // self.stride
         return lax.rem(here + away % self.size, self.size)
 
     def groups(self) -> list[list[int]] | None:
-        """The devices of each ring along these mesh axes, in their order; None where all are one."""
+        """Return the devices of each ring along these mesh axes, in order; None for a single ring."""
         n = axis_size(self.names)
         firsts = [at for at in range(n) if at // self.stride % self.size == 0]
         rings = [[first + place * self.stride for place in range(self.size)] for first in firsts]
@@ -51,8 +51,8 @@ class Ring:
 
 
 def rings(name: str) -> list[Ring]:
-    """The rings that a gather or scatter along a mesh axis goes round, major first. Where the axis is all of a TPU's slice
-    each axis of its torus is one: 256 devices in 16 rows are 16 hops away from each other, and not 128."""
+    """Return the rings of a gather or scatter along a mesh axis, major first. If the axis is all of a
+    TPU's slice, each axis of its torus is a ring: 256 devices in 16 rows are 16 hops apart, not 128."""
     n, chip = size_along(name), present_chip()
     is_slice = chip.axes and n == devices_of_a_slice()
     found, stride = [], n
@@ -63,7 +63,7 @@ def rings(name: str) -> list[Ring]:
 
 
 def _torus(n: int, axes: int) -> list[int]:
-    """The shape of a slice of n devices: as equal as it can be, the longest axis last."""
+    """Return the shape of a slice of n devices: as equal as possible, the longest axis last."""
     shape = []
     for left in range(axes, 0, -1):
         shape.append(max(size for size in range(1, n + 1) if n % size == 0 and size**left <= n))
@@ -74,7 +74,7 @@ def _torus(n: int, axes: int) -> list[int]:
 def all_gather(
     x: Array, ring: Ring, axis: int, use: Callable[[Array, Array], None] = lambda part, device: None
 ) -> Array:
-    """Gather `x` of all devices along `axis`. Each part is used, `use(part, its device)`, while others travel."""
+    """Gather `x` of all devices along `axis`. It calls `use(part, device)` on each part while others travel."""
     n, to_right, to_left, arrived = ring.size, x, x, [(x, 0)]
     full = _empty(x, n, axis)
     for hop in range(1, n // 2 + 2):
@@ -94,8 +94,11 @@ def all_gather(
 
 
 def reduce_scatter(part: Callable[[Array], Array], ring: Ring, dtype: DTypeLike) -> Array:
-    """Sum what the devices have for each of them; each keeps its own sum. `part(device)` is what this one has for that,
-    made while sums travel; it may be wider than `dtype`, in which they do."""
+    """Sum a part for each device; each device keeps its own sum.
+
+    `part(device)` returns this device's term of the sum for `device`. It is computed
+    while sums travel, and may be wider than `dtype`, the dtype of the sums.
+    """
     n = ring.size
     right = left = None
     for hop in range(n // 2, 0, -1):
@@ -126,7 +129,7 @@ def matmul_reduce_scatter(x: Array, w: Array, names: Names, axis: int, out: Any)
 
 
 def part(x: Array, n: int, axis: int, device: Array) -> Array:
-    """The part of `x`, of n along `axis`, that is for one device."""
+    """Return a device's part of `x`, of n along `axis`."""
     size = x.shape[axis] // n
     return lax.dynamic_slice_in_dim(x, device * size, size, axis)
 
@@ -136,7 +139,7 @@ def _put(full: Array, part: Array, device: Array, axis: int) -> Array:
 
 
 def _empty(part: Array, n: int, axis: int) -> Array:
-    """Room for n parts along `axis`. Each is written, so nothing is to be set before."""
+    """Return room for n parts along `axis`, uninitialized: each part is written later."""
     shape = tuple(n * size if at == axis else size for at, size in enumerate(part.shape))
     return pvary(lax.empty(shape, part.dtype), tuple(jax.typeof(part).mat.varying))
 

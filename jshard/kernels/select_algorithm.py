@@ -1,4 +1,4 @@
-"""Select the algorithm of an op: the one that the caller names, or "auto" by one table, each row with its source."""
+"""The choice of an op's algorithm: the caller's, or "auto" by a table with a source in each row."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from jshard.kernels.deterministic_sum import between_processes
 NO_KERNELS = ("auto", "hierarchical", "in_order", "permute", "xla")
 DTYPES = ("float32", "bfloat16", "int32", "int8")
 GPU_GENERATIONS = {9: "hopper", 10: "blackwell"}  # by compute capability: the name in JAX's kernels
-GPUS = [name for name, each in chips.CHIPS.items() if each.gpu.get("major") in GPU_GENERATIONS]  # that have a kernel
+GPUS = [name for name, each in chips.CHIPS.items() if each.gpu.get("major") in GPU_GENERATIONS]  # GPUs with a kernel
 LONGEST_RING = 64  # a ring takes 4 semaphores a step, and a TPU has about 500
-Unsupported = Callable[[], tuple[str, str] | None]  # why a kernel can't take its operands, and what to type instead
+Unsupported = Callable[[], tuple[str, str] | None]  # the reason why a kernel can't take its operands, and a hint
 KiB, MiB, MANY = 1 << 10, 1 << 20, 1 << 62
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """An algorithm, why it is taken, and the measurement or text that says so."""
+    """An algorithm, the reason for it, and the source of the reason: a measurement or a text."""
 
     algorithm: str
     reason: str
@@ -41,8 +41,8 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A choice for `ops` on `chips`, for groups of so many `devices`, a `payload` of so many bytes, and if `when` is given for
-    arrays of which it is true; or only where the group is all devices, or where work runs beside."""
+    """A choice for `ops` on `chips`, for group sizes in `devices` and a `payload` in bytes. It may also require
+    `when` of shape and dtype, a group of all devices (`of_all`), or concurrent work (`beside_work`)."""
 
     ops: str
     chips: str
@@ -80,7 +80,7 @@ def _xla(reason: str, source: str) -> Choice:
 
 
 def _is_no_whole_tiles(shape: Sequence[int], dtype: jnp.dtype) -> bool:
-    """Return whether a device's part is not several tiles, each of 128 lanes and of 8 rows of 32 bits, and nothing besides."""
+    """Return True unless a device's shard is several whole tiles, each of 128 lanes and 8 rows of 32 bits."""
     lanes, rows = 128, 32 // dtype.itemsize
     is_whole = len(shape) > 1 and shape[-1] >= lanes and shape[-2] % rows == 0
     return not is_whole or math.prod(shape) <= rows * lanes
@@ -88,7 +88,7 @@ def _is_no_whole_tiles(shape: Sequence[int], dtype: jnp.dtype) -> bool:
 
 def _along_the_torus(chips: str, devices: range, most: int = MANY) -> Rule:
     reason = "XLA runs such a gather over all of a slice as an all-reduce, of twice the bytes, and computes nothing meanwhile"
-    # fewer bytes only wait for neighbours
+    # below 4 KiB the waits for neighbours dominate
     return Rule("all_gather", chips, Choice("torus", reason, _GATHERED), devices, range(4 * KiB, most), of_all=True)
 
 
@@ -97,14 +97,16 @@ TABLE = (  # the first row that applies counts
     Rule(
         "all_reduce",
         "cpu",
-        Choice("in_order", "gloo's waits for a neighbour 2 (n - 1) times, this once or twice", _PROCESSES),
+        Choice("in_order", "gloo waits for a neighbour 2 (n - 1) times, this once or twice", _PROCESSES),
         devices=range(3, MANY),
         when=lambda *_: between_processes(),
     ),
     Rule(
         "reduce_scatter all_gather",
         "cpu",
-        Choice("in_order", "behind gloo's reduce-scatter others wait 40 ms, and it adds in another order", _PROCESSES),
+        Choice(
+            "in_order", "gloo's reduce-scatter delays later messages by 40 ms, and adds in another order", _PROCESSES
+        ),
         when=lambda *_: between_processes(),
     ),
     Rule(
@@ -116,22 +118,22 @@ TABLE = (  # the first row that applies counts
     Rule(
         "all_gather_matmul matmul_reduce_scatter",
         "tpu",
-        Choice("permute", "the wire runs under the product, which XLA does not do inside a shard_map", _WIRE),
-        devices=range(2, LONGEST_RING + 1),  # each part has a product: around a longer ring they are many and small
-        payload=range(64 * KiB, MANY),  # fewer only wait for neighbours
+        Choice("permute", "the wire runs under the product; XLA does not overlap them inside a shard_map", _WIRE),
+        devices=range(2, LONGEST_RING + 1),  # a longer ring has many small products
+        payload=range(64 * KiB, MANY),  # below it the waits for neighbours dominate
     ),
     Rule(
         "all_reduce",
         "tpu",
-        Choice("permute", "XLA computes nothing while it sums, and while permutes travel it does", _SUMS),
-        payload=range(MiB, MANY),  # fewer only wait for neighbours
+        Choice("permute", "XLA computes while permutes travel, but not while it sums", _SUMS),
+        payload=range(MiB, MANY),  # below it the waits for neighbours dominate
         beside_work=True,
     ),
     Rule(
         "reduce_scatter",
         "tpu",
-        Choice("permute", "XLA computes nothing while it runs a scatter, and while permutes travel it does", _SCATTERS),
-        payload=range(64 * KiB, MANY),  # fewer only wait for neighbours
+        Choice("permute", "XLA computes while permutes travel, but not during its scatter", _SCATTERS),
+        payload=range(64 * KiB, MANY),  # below it the waits for neighbours dominate
         beside_work=True,
     ),
     *(_along_the_torus("v5e", range(group, group + 1), 16 * MiB // group + 1) for group in (64, 128, 256)),
@@ -140,7 +142,7 @@ TABLE = (  # the first row that applies counts
         "tpu",
         Choice(
             "in_order",
-            "XLA runs a scatter of parts that are no whole tiles as an all-reduce, of twice the bytes",
+            "XLA runs a scatter of parts of no whole tiles as an all-reduce, of twice the bytes",
             _TILES,
         ),
         when=_is_no_whole_tiles,
@@ -148,7 +150,7 @@ TABLE = (  # the first row that applies counts
     Rule(
         "all_gather",
         "v5p v6e",
-        Choice("permute", "XLA computes nothing while it gathers there, and while permutes travel it does", _SCATTERS),
+        Choice("permute", "XLA computes while permutes travel, but not during its gather there", _SCATTERS),
         beside_work=True,
     ),
     *(_along_the_torus("v6e", range(group, group + 1), 16 * MiB // group + 1) for group in (64, 128, 256)),
@@ -169,10 +171,10 @@ def choose(
     op: str, *, shape: Sequence[int], dtype: jax.typing.DTypeLike, group: int, chip: str | Chip | None = None,
     of_all: bool = False, beside_work: bool = False,
 ) -> Choice:  # fmt: skip
-    """Return what "auto" takes for an array of `shape` over `group` devices of `chip` (default: the one traced for), which may
-    be all of a slice. `beside_work` says that the program has other work that can be done meanwhile.
+    """Return the "auto" choice for an array of `shape` over `group` devices of `chip` (default: the chip traced for).
 
-    Of a scatter or a gather `shape` is that of one device's part.
+    `of_all` says that the group is all of a slice, `beside_work` that the program has other
+    work to do meanwhile. For a scatter or a gather, `shape` is that of a device's shard.
     """
     _check_known(op)
     target = chips.present_chip() if chip is None else chip if isinstance(chip, Chip) else chips.chip(chip)
@@ -182,21 +184,19 @@ def choose(
 
 
 def default_algorithm(op: str) -> Any:
-    """Return the algorithm of an op for which a signal names none: XLA's, except for sums between slices and between CPU
-    processes."""
+    """Return the algorithm of an op if no signal names any: XLA's, except for sums between slices and between processes."""
     if op == "all_reduce" and slices.loaded_across():
         return "hierarchical"
     return "in_order" if "in_order" in ALGORITHMS[op] and between_processes() else "xla"
 
 
 def adds_in_order(algorithm: str) -> bool:
-    """Return whether an all-reduce by `algorithm` adds in device order where the program is traced."""
+    """Return True if an all-reduce by `algorithm` adds in device order here."""
     return algorithm == "in_order" or (algorithm in ("auto", "hierarchical") and between_processes())
 
 
 def is_psum(algorithm: str, mesh_axes: tuple[str, ...]) -> bool:
-    """Return whether gradients that are summed by `algorithm` are summed as JAX does, or by one of the kernels, which take no
-    gradients of operands."""
+    """Return True if gradients summed by `algorithm` are summed as JAX does or by a kernel, without gradients of operands."""
     if algorithm in ("auto", "hierarchical") and slices.is_hierarchy(mesh_axes):
         return False
     # two numbers have one sum, in any order
@@ -206,7 +206,7 @@ def is_psum(algorithm: str, mesh_axes: tuple[str, ...]) -> bool:
 def resolve_algorithm(
     op: str, algorithm: str, x: Any, mesh_axes: tuple[str, ...], unsupported: Unsupported | None = None
 ) -> str:
-    """Return the algorithm to run: "auto" falls back to XLA where a kernel can't run, a named one that can't is an error.
+    """Return the algorithm to run: "auto" falls back to XLA if a kernel can't run; a named algorithm raises.
 
     `unsupported` gives further reasons, of this op alone.
     """
@@ -214,7 +214,7 @@ def resolve_algorithm(
     if op == "all_reduce" and algorithm in ("auto", "hierarchical") and unsupported is None:
         if slices.is_hierarchy(mesh_axes, x.size):
             return "hierarchical"
-    if algorithm == "hierarchical" and slices.loaded_across():  # of one network, or of fewer numbers than devices
+    if algorithm == "hierarchical" and slices.loaded_across():  # a single network, or fewer numbers than devices
         algorithm = "in_order" if between_processes() else "xla"
     if algorithm == "xla":
         return "xla"
@@ -247,7 +247,7 @@ def _check_known(op: str, algorithm: str = "auto") -> None:
 def _refusal(
     op: str, algorithm: str, x: jax.Array, mesh_axes: tuple[str, ...], group: int, unsupported: Unsupported | None
 ) -> tuple[str, str] | None:
-    """Say why `algorithm` can't run here, and what to type instead; None if it can."""
+    """Return the reason why `algorithm` can't run here, and a hint; None if it can."""
     use_auto = 'use algorithm="auto"'
     if algorithm == "hierarchical":
         return "no mesh axis crosses slices", "write jshard: {mesh: {slice: {size: 2, over: dcn}, ...}}"
@@ -293,13 +293,13 @@ def _refusal(
 
 
 def _dtypes(op: str, chip: Chip) -> list[str]:
-    """List the dtypes of a kernel. A TPU's matrix unit multiplies no int32, v4's no int8; a GPU's kernel takes 16 bits."""
+    """Return the dtypes of a kernel. A TPU's matrix unit multiplies no int32, v4's no int8; a GPU's kernel takes 16 bits."""
     if chip.platform == "gpu":
-        return ["bfloat16", "float16"]  # what tensor cores multiply as it lies in memory
+        return ["bfloat16", "float16"]  # dtypes that tensor cores multiply straight from memory
     missing = () if "matmul" not in op else ("int32", "int8") if chip.name == "v4" else ("int32",)
     return [name for name in DTYPES if name not in missing]
 
 
 def vmem_budget() -> int:
-    """Return the bytes of VMEM that one kernel may take on the chip that is traced for."""
-    return (chips.present_chip().vmem or 16) * MiB * 3 // 4  # the rest is for what Mosaic adds
+    """Return the bytes of VMEM for a kernel on the chip traced for."""
+    return (chips.present_chip().vmem or 16) * MiB * 3 // 4  # the rest is for Mosaic itself

@@ -1,4 +1,4 @@
-"""Run a kernel under `jax.vmap`: once, on the full batch. A grid can't repeat a kernel that copies to other devices."""
+"""Kernels under `jax.vmap`: a single call on the full batch. A grid can't repeat a kernel with remote copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax import Array
 
 
 def call_batched(kernel: Callable[[Array, int], Any], x: Array, axis: int) -> Any:
-    """Call `kernel(x, axis)`; under vmap once, one axis further on."""
+    """Call `kernel(x, axis)`; under vmap call it once, with `axis` increased by 1."""
     run = jax.custom_batching.custom_vmap(lambda x: kernel(x, axis))
 
     def batch(size: int, batched: list[bool], x: Array) -> tuple[Any, Any]:

@@ -410,7 +410,7 @@ def test_permute_refuses_pairs_that_do_not_fit(mesh):
         "permute names source 0 more than once in pairs=[(0, 1), (0, 2)]; give each source one pair"
     )
     assert refused(lambda x: kernels.permute(x, "tensor", shift=1, pairs=[(0, 1)]), mesh(**GRID)) == (
-        "permute was given both a shift and pairs; give one of them: permute(..., shift=1)"
+        "permute takes a shift or pairs, not both; write permute(..., shift=1)"
     )
 
 

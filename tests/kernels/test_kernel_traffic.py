@@ -135,6 +135,6 @@ def test_declaration_of_an_unknown_collective_is_refused():
     with pytest.raises(JShardError) as error:
         declare("sum", "tensor", jnp.ones(4), algorithm="ring", wire=0)
     assert str(error.value) == (
-        'a kernel declares "sum", which names no collective of the ledger; use one of all_reduce, all_gather, '
+        'a kernel declares "sum", but the ledger has no such collective; use one of all_reduce, all_gather, '
         "reduce_scatter, all_to_all, permute, broadcast"
     )

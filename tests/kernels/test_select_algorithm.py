@@ -39,12 +39,12 @@ from tests.kernels.test_lowering import lowered
         ("matmul", 64, 1, "v5p", "xla", "no figure says that a kernel beats XLA's own on this chip"),
         (
             "all_gather_matmul", 64, 16, "v6e", "permute",
-            "the wire runs under the product, which XLA does not do inside a shard_map",
+            "the wire runs under the product; XLA does not overlap them inside a shard_map",
         ),
         ("reduce_scatter", 64, 8, "v5e", "xla", "no figure says that a kernel beats XLA's own on this chip"),
         (
             "reduce_scatter", 41, 2, "v5e", "in_order",
-            "XLA runs a scatter of parts that are no whole tiles as an all-reduce, of twice the bytes",
+            "XLA runs a scatter of parts of no whole tiles as an all-reduce, of twice the bytes",
         ),
         ("matmul_reduce_scatter", 64, 128, "tpu7x", "xla", "no figure says that a kernel beats XLA's own on this chip"),
         ("all_gather_matmul", 63, 8, "v5p", "xla", "no figure says that a kernel beats XLA's own on this chip"),
@@ -265,13 +265,13 @@ def test_products_that_a_kernel_can_not_take_are_refused(mesh):
         f'{prefix}its kernel takes a w of two axes, and w is (8, 3, 2); use algorithm="auto"'
     )
     assert refused(mesh, product(((8, 3), jnp.bfloat16))) == (
-        f"{prefix}its kernel takes operands of one dtype, and x is float32 and w bfloat16; cast one of them"
+        f"{prefix}its kernel takes operands of equal dtype, and x is float32 and w bfloat16; cast one of them"
     )
     assert refused(mesh, product(((8, 3), jnp.int32)), dtype="int32") == (
         f'{prefix}its kernel takes float32, bfloat16, int8, and x is int32; cast x, or use algorithm="auto"'
     )
     assert refused(mesh, gather(((8, 3),), axis=1)) == (
-        "all_gather_matmul joins axis 1 of x(1, 8), which is the one that is multiplied; use axis=0"
+        "all_gather_matmul joins axis 1 of x(1, 8), but the product sums over that axis; use axis=0"
     )
     assert refused(mesh, gather(((7, 3),))) == (
         "all_gather_matmul of x(1, 8) and w(7, 3): the last axis of x does not match the first of w; "

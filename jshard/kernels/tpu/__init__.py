@@ -1,1 +1,1 @@
-"""The kernels for TPUs (Mosaic), one file per family. Imported only where one is asked for."""
+"""The kernels for TPUs (Mosaic), a file per family, imported on first use."""

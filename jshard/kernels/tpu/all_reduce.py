@@ -1,4 +1,4 @@
-"""All-reduce on TPUs by two algorithms; docs/kernels.md says what each sends and when it wins.
+"""All-reduce on TPUs by two algorithms; docs/kernels.md has their traffic and the sizes where each wins.
 
 Everything is in VMEM, in tiles (`jshard.kernels.tiles`). Sums are taken in float32 (integers: int32) and rounded once.
 """
@@ -18,7 +18,7 @@ from jshard.kernels.tpu.dma import DMA, Group, Index, Semaphores
 
 
 def one_shot(x: Array, group: Group, payload: object, *, rounds: int = 1) -> Array:
-    """Sum `x[rows, 128]`: each device sends all of its x to every other one, and adds all it has in rank order.
+    """Sum `x[rows, 128]`: each device sends its whole x to every other device, and adds all copies in rank order.
 
     `rounds` repeats it on the same buffers, for tests of the barrier between rounds.
     """
@@ -30,7 +30,7 @@ def one_shot(x: Array, group: Group, payload: object, *, rounds: int = 1) -> Arr
 
 
 def _sum_of(x: Array, group: Group) -> Result:
-    return Result(x.shape, x.dtype, group.mesh_axes)  # the same on every device of the group
+    return Result(x.shape, x.dtype, group.mesh_axes)  # equal on every device of the group
 
 
 def _one_shot(group: Group, rank: Index, x_ref, y_ref, slots, sems, *, rounds: int) -> None:
@@ -38,9 +38,9 @@ def _one_shot(group: Group, rank: Index, x_ref, y_ref, slots, sems, *, rounds: i
         return dma.remote_copy(x_ref, slots.at[rank], sems, group.device_id(group.shift(rank, by)))
 
     def run_round() -> None:
-        slots[rank] = x_ref[...]  # one's own takes its turn in the sum
+        slots[rank] = x_ref[...]  # the device's own x is added in rank order too
         pl.loop(1, group.size)(lambda by: push(by).start())
-        # Copies have one size and share one semaphore: n - 1 waits are all of them, in whatever order they arrive.
+        # Copies are of equal size and share a semaphore: n - 1 waits cover all of them, in any order of arrival.
         pl.loop(1, group.size)(lambda by: push(by).wait())
         dma.in_blocks(x_ref.shape[0], lambda rows: _sum(slots, rows, y_ref, group.size))
 
@@ -50,7 +50,7 @@ def _one_shot(group: Group, rank: Index, x_ref, y_ref, slots, sems, *, rounds: i
 
     @pl.loop(1, rounds)
     def _(_: Index) -> None:
-        dma.barrier(group, rank, "everyone")  # all have read their slots, which this round overwrites
+        dma.barrier(group, rank, "everyone")  # all have read their slots; this round overwrites them
         run_round()
 
 

@@ -1,4 +1,4 @@
-"""Multiply matrices on one TPU: tiles streamed through VMEM, sums in float32, rounded once."""
+"""Matrix products on a single TPU: tiles streamed through VMEM, sums in float32, rounded once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TILE = (512, 1024, 512)  # of m, n, k: 5 MiB of VMEM for bfloat16, as Pallas kee
 
 
 def tiling(size: int, largest: int, unit: int) -> tuple[int, int]:
-    """Return the tile and the padded size of an axis: one tile if it fits, else tiles of `largest`."""
+    """Return the tile and the padded size of an axis: a single tile if it fits, else tiles of `largest`."""
     tile = min(round_up(size, unit), largest)
     return tile, round_up(size, tile)
 

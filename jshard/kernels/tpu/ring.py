@@ -1,7 +1,7 @@
-"""Reduce-scatter and all-gather around a ring, both directions at once; an all-reduce is one after the other.
+"""Reduce-scatter and all-gather around a ring, both directions at once; an all-reduce is both in sequence.
 
-Arrays are `[parts, 2, rows, 128]`: half of each part goes each way, so that both links of a device are busy. Direction 0
-sends to the next rank, direction 1 to the one before. Each step has a slot and a semaphore of its own. Nothing is written
+Arrays are `[parts, 2, rows, 128]`: half of each part goes each way, so that both links of a device are busy. Direction
+0 sends to the next rank, direction 1 to the previous rank. Each step has its own slot and semaphore. Nothing is written
 twice, so no device waits for another to make room, and a device that is ahead can't be taken for one step behind.
 """
 
@@ -20,12 +20,12 @@ from jshard.kernels.tpu.dma import DMA, HBM, Group, Index, Semaphores
 
 
 def semaphores(n: int) -> Semaphores:
-    """Return the semaphores of a ring of `n`: to send one for each direction, to receive one for each step and direction."""
+    """Return the semaphores of a ring of `n`: a send semaphore per direction, a receive semaphore per step and direction."""
     return Semaphores(DMA((2,)), DMA((n - 1, 2)))
 
 
 def ring_copy(group: Group, rank: Any, source: Ref, target: Ref, sems: Semaphores, step: Any, direction: Index) -> Any:
-    """Describe the copy of one ring step to the neighbour in `direction`."""
+    """Return the description of a ring step's copy to the neighbour in `direction`."""
     pair = Semaphores(sems.sent.at[direction], sems.arrived.at[step, direction])
     return dma.remote_copy(source, target, pair, group.next_device(rank, direction))
 
@@ -33,26 +33,26 @@ def ring_copy(group: Group, rank: Any, source: Ref, target: Ref, sems: Semaphore
 def scatter(group: Group, rank: Index, x_ref: Ref, slots: Ref, sems: Semaphores) -> None:
     """Sum x over the group; the last slot ends as this device's part of the sum.
 
-    Partial sums travel through `slots[step, direction]`, and each device adds its own numbers on the way. The sum of a part
-    starts one device past its owner: after n - 1 hops it is complete and at the owner.
+    Partial sums travel through `slots[step, direction]`, and each device adds its own numbers on the way.
+    The sum of a part starts one device past its owner: after n - 1 hops it is complete and at the owner.
     """
     n, rows = group.size, x_ref.shape[2]
 
     def part(direction: int, step: Index) -> Any:
-        """Whose sum is here at `step`: each hop brings that of the device one further back."""
+        """Return the owner of the sum at `step`: each hop brings the sum of the device one further back."""
         return group.shift(rank, -1 - step if direction == 0 else 1 + step - n)
 
     def copy(direction: int, step: Index) -> Any:
         return ring_copy(group, rank, slots.at[step, direction], slots.at[step + 1, direction], sems, step, direction)
 
-    for direction in (0, 1):  # slot 0 is what this device sends first, slot s + 1 what arrives in step s
+    for direction in (0, 1):  # slot 0 has this device's first send, slot s + 1 the arrival of step s
         mine = part(direction, 0)
         dma.in_blocks(rows, lambda r, d=direction, mine=mine: _store(slots.at[0, d], r, x_ref[mine, d, r, :]))
         copy(direction, 0).start()
 
     @pl.loop(0, n - 1)  # rolled, so that a long ring compiles as fast as a short one
     def _(step: Index) -> None:
-        for direction in (0, 1):  # while one direction is added, the other one's numbers travel
+        for direction in (0, 1):  # additions of one direction overlap with transfers of the other
             copy(direction, step).wait_recv()
             mine, slot = part(direction, step + 1), slots.at[step + 1, direction]
             dma.in_blocks(rows, lambda r, mine=mine, slot=slot, d=direction: _add(slot, r, x_ref[mine, d, r, :]))
@@ -61,7 +61,7 @@ def scatter(group: Group, rank: Index, x_ref: Ref, slots: Ref, sems: Semaphores)
             def _(direction: int = direction) -> None:
                 copy(direction, step + 1).start()
 
-    # Only now, as no slot is written again: a wait in the loop would cost time and protect nothing.
+    # Wait only now: no slot is written again, so a wait in the loop would cost time and protect nothing.
     for direction in (0, 1):
         pl.loop(0, n - 1)(lambda step, d=direction: copy(d, step).wait_send())
 
@@ -75,14 +75,14 @@ def _add(slot: Ref, rows: object, x: Array) -> None:
 
 
 def finish(group: Group, slots: Ref, y_ref: Ref) -> None:
-    """Round the sums that `scatter` left in the last slot, once, into `y_ref[2, rows, 128]`."""
+    """Round the sums in the last slot of `scatter`, once, into `y_ref[2, rows, 128]`."""
     last = slots.at[group.size - 1]
     for direction in (0, 1):
         dma.in_blocks(y_ref.shape[1], lambda r, d=direction: _store(y_ref.at[d], r, last[d, r, :]))
 
 
 def gather(group: Group, rank: Index, y_ref: Ref, sems: Semaphores) -> None:
-    """Fill `y_ref[n, 2, ...]`, of which each device has its own part, with the parts of all."""
+    """Fill `y_ref[n, 2, ...]`, where each device starts with its own part, with the parts of all devices."""
     n = group.size
 
     def copy(direction: int, step: Index) -> Any:
@@ -93,7 +93,7 @@ def gather(group: Group, rank: Index, y_ref: Ref, sems: Semaphores) -> None:
     def _(step: Index) -> None:
         for direction in (0, 1):
             copy(direction, step).start()
-        for direction in (0, 1):  # what arrives in this step is what the next one sends
+        for direction in (0, 1):  # the next step sends the arrivals of this step
             copy(direction, step).wait_recv()
 
     for direction in (0, 1):
@@ -132,5 +132,5 @@ def all_gather(x: Array, group: Group, payload: object) -> Array:
 
 
 def _all_gather(group: Group, rank: Index, x_ref, y_ref, sems) -> None:
-    pltpu.sync_copy(x_ref, y_ref.at[rank])  # a part has one place on all devices, and is sent from there
+    pltpu.sync_copy(x_ref, y_ref.at[rank])  # a part has the same place on all devices, and is sent from there
     gather(group, rank, y_ref, sems)
