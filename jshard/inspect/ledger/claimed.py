@@ -27,8 +27,7 @@ WORDS = "column", "reduction", "sequence", "expert", "store", "store.optimizer"
 
 @dataclasses.dataclass(frozen=True)
 class Claimed:
-    """Claimed parameters of equal layout, as `blocks/*/up/kernel`. An axis is described by the mesh
-    axes that split it."""
+    """Claimed parameters of equal layout, as `blocks/*/up/kernel`. An axis is described by the mesh axes that split it."""
 
     place: Location | None
     signal: str
@@ -60,9 +59,8 @@ def _in_brackets(axes: tuple[str, ...]) -> str:
 
 
 def claimed(arrays: Iterable[tuple[str, Sequence[str], Any, str]], found: Mapping[str, Placed]) -> tuple[Claimed, ...]:
-    """List the parameters among arrays with an entry in `found`, in the order of the YAML file.
-    Each array comes as the name of its argument, the keys that lead to it there, the array, and its
-    annotation in the model."""
+    """List the parameters among arrays with an entry in `found`, in the order of the YAML file. Each array comes
+    as the name of its argument, the keys that lead to it there, the array, and its annotation in the model."""
     present = configuration()
     if present is None:
         return ()
@@ -137,8 +135,7 @@ def _differences(placed: Placed, signal: Signal, leaf: Shaped) -> Iterator[str]:
 
 
 def _layout_now(leaf: object) -> Layout | None:
-    """Return the current layout of an array: whole on a single device, None for a description
-    without a layout."""
+    """Return the current layout of an array: whole on a single device, None for a description without a layout."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
         return Layout.of(leaf)
     return Layout.of(leaf) or replicated(mesh(), leaf.ndim)

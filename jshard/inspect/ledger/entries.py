@@ -72,8 +72,7 @@ class Caused:
 
 @dataclasses.dataclass(frozen=True)
 class Line(Caused):
-    """A collective, run `count` times. `payload` and `wire` are the bytes of one run; `total` of
-    all runs on a device."""
+    """A collective, run `count` times. `payload` and `wire` are the bytes of one run; `total` of all runs on a device."""
 
     cause: Cause
     collective: str  # a name in COLLECTIVES
@@ -121,8 +120,7 @@ class Line(Caused):
 
     @property
     def via(self) -> str:
-        """The mechanism, in words: redistribute, remat, branch 1 of 2, sharding in types, no signal
-        asked."""
+        """The mechanism, in words: redistribute, remat, branch 1 of 2, sharding in types, no signal asked."""
         if self.compiler:
             caused = " at ".join(filter(None, (self.primitive, self.source)))
             return ", ".join(filter(None, (super().via, caused, f"added by {self.compiler}")))
@@ -156,9 +154,9 @@ class Line(Caused):
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """A pipeline schedule of the program. `layers` gives the layers of each stage in words, where
-    stages differ. `kept` is the bytes that a device keeps of a microbatch for the backward pass of
-    a chunk (0 where it keeps only the input); `left` the bytes that B leaves for W."""
+    """A pipeline schedule of the program. `layers` gives the layers of each stage in words,
+    where stages differ. `kept` is the bytes that a device keeps of a microbatch for the backward
+    pass of a chunk (0 where it keeps only the input); `left` the bytes that B leaves for W."""
 
     mesh_axis: str
     table: Table
@@ -186,8 +184,8 @@ class Staged:
 
 @dataclasses.dataclass(frozen=True)
 class Left(Caused):
-    """An operation left to the compiler: it moves an unknown number of bytes over these mesh axes,
-    and no signal asks for it. `jshard plan` compiles the program and reads the bytes."""
+    """An operation left to the compiler: it moves an unknown number of bytes over these mesh
+    axes, and no signal asks for it. `jshard plan` compiles the program and reads the bytes."""
 
     cause: Cause
     primitive: str  # rev, concatenate, slice

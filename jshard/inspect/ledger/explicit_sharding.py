@@ -34,7 +34,7 @@ ANYWHERE = (
 Split = list[tuple[str, ...]]  # for each axis of an array, the mesh axes that split it
 
 
-# -- what types price --
+# -- collectives priced by types --
 
 
 def typed_collectives(eqn: Any) -> Iterator[Moved]:
@@ -67,8 +67,7 @@ def _all_reduces(split: list[tuple[str, ...]], result: Any) -> Iterator[Moved]:
 
 
 def _priced_reshard(source: Any, target: object) -> Iterator[Moved]:
-    """Yield an all-to-all for each mesh axis moved to another array axis, an all-gather for each
-    dropped one."""
+    """Yield an all-to-all for each mesh axis moved to another array axis, an all-gather for each dropped one."""
     have, wanted = split_of(source), split_of(target)
     shape = list(_local_shape(source))
     for axis, names in reversed(list(enumerate(have))):
@@ -98,12 +97,12 @@ def _group(aval: Any, mesh_axes: Any) -> int:
     return math.prod(aval.sharding.mesh.shape[name] for name in mesh_axes)
 
 
-# -- what is left to the compiler --
+# -- operations left to the compiler --
 
 
 def decided_by_compiler(eqn: Eqn) -> tuple[str, ...]:
-    """Return the mesh axes of the compiler's own traffic for this equation; () if it moves nothing
-    or its types tell the bytes."""
+    """Return the mesh axes of the compiler's own traffic for this equation; () if none, or if types tell the
+    bytes."""
     name = eqn.primitive.name
     if name in HOLD_OTHERS:
         return _wanted_elsewhere(eqn) if "out_shardings" in eqn.params else ()
@@ -122,9 +121,8 @@ def decided_by_compiler(eqn: Eqn) -> tuple[str, ...]:
 
 
 def _moved(eqn: Any, found: Factors, given: list[Split], made: list[Split]) -> list[str]:
-    """Return the mesh axes moved by an equation, by the table of axes. It moves nothing if all
-    operands split a kept factor alike, results split it at least so, a product splits its sums
-    alike, and no other factor is split."""
+    """Return the mesh axes moved by an equation, by the table of axes. It moves nothing if all operands split a kept
+    factor alike, results split it at least so, a product splits its sums alike, and no other factor is split."""
     sizes = next(v.aval.sharding.mesh.shape for v in (*eqn.invars, *eqn.outvars) if not v.aval.sharding.mesh.empty)
     moved: list[str] = []
     have = _by_factor(given, found.operands, found, sizes, moved)
@@ -178,8 +176,7 @@ def _wanted_elsewhere(eqn: Eqn) -> tuple[str, ...]:
 
 
 def _reshard(given: list[Split], made: list[Split]) -> list[str]:
-    """Return the mesh axes of a reshard without a price in types: axes that change places, or their
-    order on an array axis."""
+    """Return the mesh axes of a reshard without a price in types: axes that change places, or their order."""
     source, target = given[0], made[0]
     turned: list[str] = []
     for have, wanted in zip(source, target, strict=True):

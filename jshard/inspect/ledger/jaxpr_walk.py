@@ -57,8 +57,7 @@ class Around:
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[Line | Left | ChosenStrategy | Staged]:
-    """Yield collectives, operations left to the compiler, unnamed strategies and pipeline
-    schedules, in program order."""
+    """Yield collectives, operations left to the compiler, unnamed strategies and pipeline schedules, in program order."""
     yield from _walk(jaxpr, Around())
 
 
@@ -137,8 +136,7 @@ def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | ChosenStrategy 
 
 
 def _by_a_table(eqn: Eqn, around: Around) -> Around | None:
-    """Return the context of an equation with the runs in its scope: a loop over ticks runs it as
-    its table does."""
+    """Return the context of an equation with the runs in its scope: a loop over ticks runs it as its table does."""
     stack = eqn.source_info.name_stack.stack
     if not (times := often(said(stack, "times"))):
         return None

@@ -28,8 +28,7 @@ NUMBERS = (5, 7)  # the right-aligned columns of `cells`
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ledger(Shown):
-    """All collectives of a program, in program order. It prints as a table; its sums are bytes on
-    the wire per device."""
+    """All collectives of a program, in program order. It prints as a table; its sums are bytes on the wire per device."""
 
     lines: tuple[Line, ...]
     choices: tuple[ChosenStrategy, ...] = ()
@@ -45,8 +44,8 @@ class Ledger(Shown):
     stages: tuple[Staged, ...] = ()  # the schedules of its pipelines
 
     def why(self, word: str) -> str:
-        """Return why a parameter (`blocks/*/up/kernel`) has its layout, or how the equations of a
-        line (`model.py:31`) run."""
+        """Return why a parameter (`blocks/*/up/kernel`) has its layout, or how a line's equations (`model.py:31`)
+        run."""
         return why(self.claims, self.programs, word)
 
     @property
@@ -65,8 +64,7 @@ class Ledger(Shown):
         return sum(rest.total for rest in self.memory)
 
     def by(self, key: str) -> dict[str, int]:
-        """Return bytes on the wire by `signal`, `phase`, `collective`, `axis`, `line` or any other
-        column."""
+        """Return bytes on the wire by `signal`, `phase`, `collective`, `axis`, `line` or any other column."""
         return self._sums(key, "total")
 
     def counts(self, key: str = "collective") -> dict[str, int]:
@@ -82,8 +80,7 @@ class Ledger(Shown):
         return sums
 
     def only(self, **columns: object) -> Ledger:
-        """Return the lines with these values in their columns: `ledger.only(signal="layer1",
-        phase="backward")`."""
+        """Return the lines with these values in their columns: `ledger.only(signal="layer1", phase="backward")`."""
 
         def alike(entry: Line | Left) -> bool:
             return all(getattr(entry, name, None) == value for name, value in columns.items())
@@ -115,8 +112,7 @@ class Ledger(Shown):
         yield self.summary()
 
     def text_by(self, key: str) -> str:
-        """Return a row for each `signal`, mesh `axis` or YAML `line`: collectives, wire and, by
-        signal or line, memory."""
+        """Return a row for each `signal`, mesh `axis` or YAML `line`: collectives, wire and, by signal or line, memory."""
         wire, counts, memory = self.by(key), self.counts(key), dict[str, int]()
         for rest in self.memory if key in ("signal", "line") else ():
             word = {"signal": rest.signal, "line": str(rest.place or "-")}[key]
@@ -158,9 +154,8 @@ class Ledger(Shown):
         return f"memory: {exact_size(self.held)} at rest per device ({parts})"
 
     def to_json(self) -> str:
-        """Return a JSON document of `"schema": "jshard.explain/1"`, with `lines`, `left`,
-        `choices`, `unused`, `claims`, `unsplit`, `is_auto`, `compiler`, `stages`, `memory` and
-        `total`."""
+        """Return a JSON document of `"schema": "jshard.explain/1"`, with `lines`, `left`, `choices`,
+        `unused`, `claims`, `unsplit`, `is_auto`, `compiler`, `stages`, `memory` and `total`."""
         totals = {key: self.by(key) for key in ("phase", "signal", "axis", "line")}
         document = {
             "schema": SCHEMA,

@@ -46,9 +46,8 @@ class Held(NamedTuple):
 
 
 def held(models: Iterable[tuple[Path, Any]], optimizers: Sequence[nnx.Optimizer]) -> Iterator[Held]:
-    """Yield the arrays of models, each with a path to prefix, and of optimizers. Arrays may be
-    shapes alone. Gradients are as large as the parameters that an optimizer updates; without an
-    optimizer there are none."""
+    """Yield the arrays of models, each with a path to prefix, and of optimizers. Arrays may be shapes alone.
+    Gradients are as large as the parameters that an optimizer updates; without an optimizer there are none."""
     trains = [nnx.filterlib.to_predicate(optimizer.wrt) for optimizer in optimizers]
     parameters: dict[Path, tuple[str, ...]] = {}  # their signals, by the path in their model
     for before, model in models:

@@ -1,7 +1,6 @@
-"""Promises about a ledger: `expect` of a signal's collectives, `jshard.budget` of a device's
-memory, and the baseline. `expect: {all_reduce: 1, bytes: 64MiB}` and `budget: 16GiB` are keys of
-YAML. The baseline is a small text file with the collectives and memory of a training step, as last
-accepted."""
+"""Promises about a ledger: `expect` of a signal's collectives, `jshard.budget` of a device's memory,
+and the baseline. `expect: {all_reduce: 1, bytes: 64MiB}` and `budget: 16GiB` are keys of YAML. The
+baseline is a small text file with the collectives and memory of a training step, as last accepted."""
 
 from __future__ import annotations
 
@@ -22,9 +21,8 @@ Key = tuple[str, str, str, str]  # signal, phase, collective, mesh axes
 
 
 def check_promises(ledger: Ledger, configuration: Configuration) -> int:
-    """Return the number of kept promises; raise a single error for all broken ones. A promise
-    covers the forward and backward pass, at each place that looks the signal up: at every block for
-    `block*`."""
+    """Return the number of kept promises; raise a single error for all broken ones. A promise covers the
+    forward and backward pass, at each place that looks the signal up: at every block for `block*`."""
     broken: list[JShardError] = []
     kept = 0
     for signal in configuration.signals.values():
@@ -101,8 +99,8 @@ def over_budget(ledger: Ledger, configuration: Configuration) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """Collectives as (runs, bytes on the wire of all runs) and bytes at rest, per device. Keys are
-    names without line numbers, so that moving a line changes nothing."""
+    """Collectives as (runs, bytes on the wire of all runs) and bytes at rest, per device.
+    Keys are names without line numbers, so that moving a line changes nothing."""
 
     mesh: str
     collectives: dict[Key, tuple[int, int]]

@@ -71,8 +71,7 @@ def ledger_of(traced: Traced, nodes: Sequence[Any], *, backward: bool | None = N
 
 
 class Traced:
-    """A function and its arguments, traced with abstract arrays. Changes go to copies: the user's
-    modules stay as they are."""
+    """A function and its arguments, traced with abstract arrays. Changes go to copies of the user's modules."""
 
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
         placed = getattr(f, "at_rest", None)  # a function of jshard.jit moves its arguments before a call
@@ -106,8 +105,9 @@ class Traced:
 
     @property
     def parameters(self) -> list[tuple[str, ...] | None]:
-        """The path of each parameter in its model; None for other arrays."""
-        return [each.in_model if each.is_parameter else None for each in self.paths]
+        """The path of each parameter in its model, without the model's position in a tuple; None for other arrays."""
+        inside = [tuple(itertools.dropwhile(str.isdecimal, path.words)) for path in self.paths]
+        return [words if path.is_parameter else None for words, path in zip(inside, self.paths, strict=True)]
 
     def with_arrays(self, arrays: list[Any]) -> Traced:
         """Return a copy of this call with other arrays."""
@@ -117,8 +117,7 @@ class Traced:
         return other
 
     def holding(self, arrays: list[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-        """Return the modules with these arrays in them, then the function and its arguments with
-        the same arrays."""
+        """Return the modules with these arrays in them, then the function and its arguments with the same arrays."""
         states = self.state_tree.num_leaves
         nodes = nnx.merge(self.graph, jax.tree.unflatten(self.state_tree, arrays[:states]))
         as_placed(nodes)
@@ -134,8 +133,7 @@ class Traced:
         return [leaf for leaf in results if is_array(leaf)], jax.tree.leaves(nnx.split(nodes)[1])
 
     def lacks_backward(self, backward: bool | None) -> bool:
-        """Return whether to add a backward pass: `backward` decides; None adds it where there is
-        none and one can be."""
+        """Return whether to add a backward pass: `backward` decides; None adds it where there is none and one can be."""
         if backward is False:
             return False
         _, (shapes, _) = self._once
@@ -159,8 +157,8 @@ class Traced:
     def call_with_gradients(
         self, arrays: list[Any], cotangent: Callable[[int, Any], Any] = lambda number, result: jnp.ones_like(result)
     ) -> Any:
-        """Return the results and the gradients of all floating-point arrays. `cotangent(number,
-        result)` returns the cotangent of a result."""
+        """Return the results and the gradients of all floating-point arrays.
+        `cotangent(number, result)` returns the cotangent of a result."""
 
         def of_inexact(inexact: list[Any]) -> Any:
             supply = iter(inexact)
@@ -185,11 +183,6 @@ class ArrayPath:
         """The keys from its argument to the array."""
         within = self.outer[2 if keys_of(self.outer)[0] else 1 :]  # the function itself may be the model
         return [*words_of(within), *map(str, self.inner[1:])]
-
-    @property
-    def in_model(self) -> tuple[str, ...]:
-        """The path of the array in its model, without the model's own position in a tuple."""
-        return tuple(itertools.dropwhile(str.isdecimal, self.words))
 
 
 def _paths_in(outer: Sequence[Any], state: object) -> Iterator[ArrayPath]:

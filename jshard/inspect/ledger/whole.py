@@ -45,9 +45,9 @@ class Unsplit:
 def unsplit(
     jaxpr: Jaxpr, arrays: Sequence[Any], names: Sequence[Path | None], modules: Mapping[Path, Any]
 ) -> tuple[Unsplit, ...]:
-    """List whole parameters among the operands of `jaxpr`, although a key of their signal splits
-    them. `arrays` are the operands; `names` has the path of each parameter in its model, else None.
-    Parameters of one signal with equal keys and hint are one entry."""
+    """List whole parameters among the operands of `jaxpr`, although a key of their signal
+    splits them. `arrays` are the operands; `names` has the path of each parameter in its
+    model, else None. Parameters of one signal with equal keys and hint are one entry."""
     present = configuration()
     if present is None:
         return ()
@@ -98,9 +98,8 @@ def _hint(module: object) -> str:
 
 
 def whole(model: nnx.Module, placed: Mapping[str, Placed]) -> list[str]:
-    """List whole parameters with a word to split them, the largest first, a sentence for equal
-    ones. It stops at a hundredth of the parameters' bytes on a device, and after `MOST` sentences
-    it only adds up the rest."""
+    """List whole parameters with a word to split them, the largest first, a sentence for equal ones. It stops
+    at a hundredth of the parameters' bytes on a device, and after `MOST` sentences it only adds up the rest."""
     present = configuration()
     if present is None or present.mesh is None:
         return []

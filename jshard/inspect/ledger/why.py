@@ -86,8 +86,7 @@ def _of_equation(name: str, step: Step) -> str:
 
 
 def _reason(step: Step) -> str:
-    """Return why an equation is split: by a claimed parameter, as an operand is split, or as its
-    result is used."""
+    """Return why an equation is split: by a claimed parameter, as an operand is split, or as its result is used."""
     if step.how in REASONS or step.inside:
         return REASONS.get(step.how, "as the program in it is split")
     said: dict[str, list[str]] = {}

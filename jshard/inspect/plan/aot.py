@@ -1,5 +1,5 @@
-"""Compilation for absent devices, in another process with a time limit. A compiler that aborts
-becomes one sentence here, and its noise, environment and memory stay there."""
+"""Compilation for absent devices, in another process with a time limit. A compiler that
+aborts becomes one sentence here, and its noise, environment and memory stay there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jshard.programs.provenance import cause, op_name, source_of
 LIMIT = 600  # seconds
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",  # libtpu would ask the network which TPU this machine is
+    "TPU_SKIP_MDS_QUERY": "1",  # libtpu would query the network for this machine's TPU
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # or two compilations at once collide on a lock file
     "JAX_ENABLE_COMPILATION_CACHE": "false",  # an executable out of JAX's own cache has no text to read
 }
@@ -39,8 +39,7 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The result of a compilation. A program too large for the chip has no text, but the compiler's
-    figures."""
+    """The result of a compilation. A program too large for the chip has no text, but the compiler's figures."""
 
     text: str
     memory: Mapping[str, int]  # bytes: argument, output, alias, temp, generated_code, peak
@@ -90,8 +89,7 @@ def _assembler(plugin: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """A program for another process: its bytes, its job (how to compile it), a hash of its meaning,
-    and its jaxpr."""
+    """A program for another process: its bytes, its job (how to compile it), a hash of its meaning, and its jaxpr."""
 
     program: bytes
     job: str
@@ -105,8 +103,7 @@ NAMED = re.compile(r'^(#loc\d*) = loc\("(.*)"\(#loc\d*\)\)$', re.MULTILINE)
 
 
 def meaning_of(module: str) -> bytes:
-    """Return a hash of the program and the names of its scopes, without the lines of its source and
-    callers."""
+    """Return a hash of the program and the names of its scopes, without the lines of its source and callers."""
     names = dict(NAMED.findall(module))
     lines = [line for line in module.splitlines() if not line.startswith("#loc")]
     bare = PLACE.sub(lambda found: names.get(found[0], ""), "\n".join(lines))
@@ -114,8 +111,8 @@ def meaning_of(module: str) -> bytes:
 
 
 def exported(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], topology: Topology) -> Exported:
-    """Export a jitted program of arrays on absent meshes, as a program of flat arrays. The other
-    process does not know the user's classes."""
+    """Export a jitted program of arrays on absent meshes, as a program of
+    flat arrays. The other process does not know the user's classes."""
     infos = jax.tree.leaves(program.trace(*args, **kwargs).args_info, is_leaf=lambda each: hasattr(each, "donated"))
     donated = [number for number, info in enumerate(infos) if info.donated]
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
@@ -228,8 +225,7 @@ FAR_OUT_OF_MEMORY = re.compile(
 
 
 def _out_of_memory(stderr_text: str) -> tuple[int, int, tuple[Large, ...]] | None:
-    """Read libtpu's message about a program too large for its chip: bytes needed, bytes there,
-    largest arrays."""
+    """Read libtpu's message about a program too large for its chip: bytes needed, bytes there, largest arrays."""
     found = OUT_OF_MEMORY.search(stderr_text) or FAR_OUT_OF_MEMORY.search(stderr_text)
     if found is None:
         return None

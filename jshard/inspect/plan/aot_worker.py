@@ -1,7 +1,6 @@
-"""The compiling process: it compiles an exported program for absent devices and writes the result.
-It runs by path, so nothing of jshard is imported. It reads `job.json` and `program.bin` in the
-folder of its argument and writes `program.hlo` and `result.json` there. An error ends it with a
-line on stderr."""
+"""The compiling process: it compiles an exported program for absent devices and writes the result. It
+runs by path, so nothing of jshard is imported. It reads `job.json` and `program.bin` in the folder of
+its argument and writes `program.hlo` and `result.json` there. An error ends it with a line on stderr."""
 
 from __future__ import annotations
 

@@ -31,9 +31,8 @@ class Deviation:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Collectives of a kind for a signal in a phase, as asked and as run. `asked` and `got` count
-    runs; `wire_asked` and `wire_got` are their bytes on the wire per device, `hidden` the bytes
-    sent while the device works, by the schedule."""
+    """Collectives of a kind for a signal in a phase, as asked and as run. `asked` and `got` count runs; `wire_asked` and
+    `wire_got` are their bytes on the wire per device, `hidden` the bytes sent while the device works, by the schedule."""
 
     place: Location | None
     signal: str
@@ -100,8 +99,7 @@ def _rows(asked: list[Ask], pairs: Pairs) -> Iterator[Row]:
 
 
 def _row(key: Key, asked: list[Ask], runs: list[tuple[RunArray, int, int, float]], differences: list[Deviation]) -> Row:
-    """Return the sums of asked and running collectives. A run is (array, times, bytes on the wire,
-    hidden share)."""
+    """Return the sums of asked and running collectives. A run is (array, times, bytes on the wire, hidden share)."""
     own = [ask.line for ask in asked if ask.line.declared is not None]
     return Row(
         *key,

@@ -1,5 +1,4 @@
-"""Two training steps side by side, as asked or as run: collectives added, gone, moved or grown, and
-their lines."""
+"""Two training steps side by side, as asked or as run: collectives added, gone, moved or grown, and their lines."""
 
 from __future__ import annotations
 
@@ -169,8 +168,7 @@ class Difference(Shown):
 
     @property
     def same(self) -> bool:
-        """True if both sides are the same program: by compiled text if compared, else by
-        collectives and memory."""
+        """True if both sides are the same program: by compiled text if compared, else by collectives and memory."""
         if self.compiled or self.new.topology:
             return self.compiled and self.old.topology == self.new.topology and self.old.program == self.new.program
         return not (self.changes or self._parts()) and self.old.stages == self.new.stages
@@ -265,8 +263,7 @@ Key = Callable[[Moves], Hashable]
 
 
 def compare(old: Outcome, new: Outcome) -> Difference:
-    """Pair the collectives of two sides: equal but for the line, then but for the size, then moved;
-    the rest is gone or added."""
+    """Pair the collectives of two sides: equal but for the line, then but for the size, then moved, gone or added."""
     told = old.compiler == new.compiler  # XLA describes its collectives in other words than the layers do
     named: Key = lambda row: (row.where, row.via) if told else row.where
     alike: Key = lambda row: (named(row), row.group, row.payload, row.dtype)

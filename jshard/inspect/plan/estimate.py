@@ -1,5 +1,4 @@
-"""The needs of a compiled program on each device: memory against the chip's, and time by a model of
-its schedule. Nothing is measured."""
+"""The needs of a compiled program per device, never measured: memory, and time by a model of its schedule."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ SHOWN = 5  # the number of largest arrays to show
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on each device. `capacity` is the memory open to programs on the chip, None if the
-    table has none."""
+    """Bytes on each device. `capacity` is the memory open to programs on the chip, None if the table has none."""
 
     parts: Mapping[str, int]  # arguments, results not in place of arguments, temporaries, program; {} when too large
     total: int
@@ -41,9 +39,8 @@ class Memory:
 
     @property
     def needed(self) -> int:
-        """Bytes held at the same time: the smaller of the sum of all parts, and peak plus program.
-        The sum counts memory twice that one loop frees for another. A TPU's peak also counts arrays
-        in its VMEM."""
+        """Bytes held at a time: the sum of all parts, or peak plus program if that is less. The sum counts memory
+        twice that one loop frees for another. A TPU's peak also counts arrays in its VMEM."""
         return self.total if self.peak is None else min(self.total, self.peak + self.parts["program"])
 
     def over_budget(self) -> str | None:
@@ -94,8 +91,8 @@ def memory_of(
 
 
 def largest_results(text: str) -> tuple[Large, ...]:
-    """Return the arrays a compiled program writes to memory, the largest first. Of arrays of equal
-    shape it names only the first, as they may share memory."""
+    """Return the arrays a compiled program writes to memory, the largest first.
+    Of arrays of equal shape it names only the first, as they may share memory."""
     program = HloProgram(text)
     found: dict[str, Large] = {}
     for bytes_, shape, op_name in program.results(program.entry):
@@ -109,8 +106,8 @@ def largest_results(text: str) -> tuple[Large, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class TimePart:
-    """A part of the estimate: `amount` over `rate` a second. A step is its work plus its wait. The
-    other parts are lower bounds: each is the time of its amount alone at the peak rate."""
+    """A part of the estimate: `amount` over `rate` a second. A step is its work plus its wait.
+    The other parts are lower bounds: each is the time of its amount alone at the peak rate."""
 
     name: str  # arithmetic, memory, wire, work, wait
     words: str
@@ -154,9 +151,9 @@ class Estimate:
 
 
 def estimate(asked: Ledger, walked: Walked, arithmetic: Flops, memory: Memory, topology: Topology) -> Estimate | None:
-    """Return the estimated time; None without figures of the chip (as for pretended devices) or
-    without a compiled program. Of the ledger only kernels count: compiled text shows neither their
-    products nor their wire, so they work and wait as declared."""
+    """Return the estimated time; None without figures of the chip (as for pretended
+    devices) or without a compiled program. Of the ledger only kernels count: compiled text
+    shows neither their products nor their wire, so they work and wait as declared."""
     chip = topology.chip
     if not chip.link or not memory.parts:
         return None

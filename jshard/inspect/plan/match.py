@@ -16,9 +16,9 @@ from jshard.kernels.collectives import COLLECTIVES
 def paired(
     ledger: Ledger, found: Iterable[CompiledCollective], sizes: Mapping[str, int]
 ) -> tuple[list[Ask], list[RunArray], Pairs]:
-    """Return all ledger lines, all running arrays, and their pairs. A pair agrees in collective,
-    mesh axes, bytes and the signal in XLA's name stack; later passes drop these conditions in turn.
-    Traffic inside kernels is invisible to XLA and is left out."""
+    """Return all ledger lines, all running arrays, and their pairs. A pair agrees in
+    collective, mesh axes, bytes and the signal in XLA's name stack; later passes drop these
+    conditions in turn. Traffic inside kernels is invisible to XLA and is left out."""
     every = [Ask(line) for line in ledger.lines]
     asked = [ask for ask in every if ask.line.declared is None]
     got = [RunArray(one, number, sizes) for one in found for number in range(len(one.payloads))]
@@ -36,12 +36,9 @@ def paired(
             _across(run, asked, pairs)
         if run.left:
             _joined(run, asked, pairs)
-    for ask in asked:
+    for match, ask in itertools.product((_split, _in_other_words), asked):
         if ask.left:
-            _split(ask, got, pairs)
-    for ask in asked:
-        if ask.left:
-            _in_other_words(ask, got, pairs)
+            match(ask, got, pairs)
     return every, got, pairs
 
 
@@ -72,6 +69,9 @@ class RunArray:
 # -- conditions of a pair --
 
 
+Test = Callable[[Ask, RunArray], bool]
+
+
 def _axes(ask: Ask, run: RunArray) -> bool:
     if not run.axes:
         return ask.line.group == run.got.group
@@ -79,39 +79,16 @@ def _axes(ask: Ask, run: RunArray) -> bool:
     return is_along or set(ask.axes) == set(run.axes)
 
 
-def _kind(ask: Ask, run: RunArray) -> bool:
-    return ask.line.collective == run.got.collective and _axes(ask, run)
-
-
-def _bytes(ask: Ask, run: RunArray) -> bool:
-    return ask.line.payload == run.payload
-
-
-def _numbers(ask: Ask, run: RunArray) -> bool:
-    return ask.elements == run.elements
-
-
-def _signal(ask: Ask, run: RunArray) -> bool:
-    return ask.line.cause.is_like(run.cause)
-
-
-def _unsigned(ask: Ask, run: RunArray) -> bool:
-    """Return True if XLA has lost the name, or kept only part of several."""
-    return run.is_joined or not run.cause.path
-
-
-def _remat(ask: Ask, run: RunArray) -> bool:
-    return ask.line.cause.remat == run.cause.remat
-
-
 REWRITTEN = {("reduce_scatter", "all_reduce"), ("all_gather", "all_reduce"), ("all_reduce", "reduce_scatter")}
+_kind: Test = lambda ask, run: ask.line.collective == run.got.collective and _axes(ask, run)
+_rewritten: Test = lambda ask, run: (ask.line.collective, run.got.collective) in REWRITTEN and _axes(ask, run)
+_bytes: Test = lambda ask, run: ask.line.payload == run.payload
+_numbers: Test = lambda ask, run: ask.elements == run.elements
+_signal: Test = lambda ask, run: ask.line.cause.is_like(run.cause)
+_unsigned: Test = lambda ask, run: run.is_joined or not run.cause.path  # XLA has lost the name, or kept part of several
+_remat: Test = lambda ask, run: ask.line.cause.remat == run.cause.remat
 
-
-def _rewritten(ask: Ask, run: RunArray) -> bool:
-    return (ask.line.collective, run.got.collective) in REWRITTEN and _axes(ask, run)
-
-
-PASSES: list[tuple[tuple[Callable[[Ask, RunArray], bool], ...], str]] = [
+PASSES: list[tuple[tuple[Test, ...], str]] = [
     ((_kind, _bytes, _signal, _remat), ""),
     ((_kind, _bytes, _signal), ""),
     ((_kind, _bytes, _unsigned), ""),
@@ -211,8 +188,7 @@ def _split(ask: Ask, got: list[RunArray], pairs: Pairs) -> None:
 
 
 def _along_each(ask: Ask, got: list[RunArray]) -> list[RunArray]:
-    """Return the sums inside and between slices for a sum over all mesh axes of a line. A TPU fills
-    up 128 lanes."""
+    """Return the sums inside and between slices for a sum over all mesh axes of a line. A TPU fills up 128 lanes."""
     parts: list[RunArray] = []
     missing = set(ask.axes)
     for run in got:

@@ -1,5 +1,5 @@
-"""`jshard.plan` compiles a program for absent devices; `jshard.explain` lists its collectives. On
-Auto axes, `explain` also lists the collectives that XLA's partitioner adds."""
+"""`jshard.plan` compiles a program for absent devices; `jshard.explain` lists its collectives.
+On Auto axes, `explain` also lists the collectives that XLA's partitioner adds."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Compile `f(*args)` for a topology: `v5e:4x4`, `v5p:8x8x16`, `v6e:16x16`, `tpu7x:2x2x2`, `h100:8` or `cpu:8`.
 
-    None of its devices need be here. Without a topology, the configuration's `jshard.topology` applies. Arguments are as for
-    `explain`, `backward` included: arrays and modules in their present layouts, or shapes. A program that makes a shard_map
-    itself takes its mesh from `jshard.mesh()`.
+    None of its devices need be here. Without a topology, the configuration's `jshard.topology`
+    applies. Arguments are as for `explain`, `backward` included: arrays and modules in their present
+    layouts, or shapes. A program that makes a shard_map itself takes its mesh from `jshard.mesh()`.
 
     The compiler runs in another process, for at most `limit` seconds. Its result is cached.
 
@@ -117,8 +117,7 @@ def _of_topology(mesh: Any, topology: Topology) -> Any:
 
 
 def _away(topology: Topology, arrays: list[Any]) -> Any:
-    """Return the mesh to trace over: the mesh of the configuration or of the arguments, else one
-    axis of all devices."""
+    """Return the mesh to trace over: the mesh of the configuration or of the arguments, else one axis of all devices."""
     present = configuration()
     if present is not None and present.mesh is not None:
         return mesh_on(topology, present)
@@ -145,8 +144,7 @@ def _sharding(leaf: object) -> NamedSharding | None:
 
 
 def on_absent(array: Shaped, away: Any, topology: Topology) -> Any:
-    """Return the shape of an array in its present layout, on absent devices; whole if it is on a
-    single device."""
+    """Return the shape of an array in its present layout, on absent devices; whole if it is on a single device."""
     if not is_array(array):
         return array
     sharding, mesh, spec = _sharding(array), away, PartitionSpec()
@@ -157,9 +155,8 @@ def on_absent(array: Shaped, away: Any, topology: Topology) -> Any:
 
 
 def program_of(traced: Traced, backward: bool | None) -> tuple[Any, Any, Any]:
-    """Return the program to compile: the jitted function itself, so that it donates, if it takes
-    arrays alone. Otherwise the program takes and returns flat arrays, with gradients as `explain`
-    adds them."""
+    """Return the program to compile: the jitted function itself, so that it donates, if it takes arrays
+    alone. Otherwise the program takes and returns flat arrays, with gradients as `explain` adds them."""
     if traced.lacks_backward(backward):
         return jax.jit(traced.call_with_gradients), (traced.arrays,), {}
     f, args, kwargs = traced.given
@@ -184,11 +181,11 @@ def explain(f: Callable[..., Any], *args: object, backward: bool | None = None, 
 
     On Auto axes the ledger adds the collectives of XLA, each with your source line, its operation and the nearest signal.
 
-    Arguments are arrays, `jax.ShapeDtypeStruct`s, NNX modules and pytrees of them; `f` may be jitted, or a module. Without
-    `backward`, a function that already holds a gradient (a training step) is read as it is, and any other function with the
-    gradients of all floating-point arrays among its arguments. With an optimizer among the arguments, the ledger also lists
-    the memory held between steps. Nothing runs. Only a program on Auto axes is compiled, for pretended devices if the
-    devices of its mesh are not here.
+    Arguments are arrays, `jax.ShapeDtypeStruct`s, NNX modules and pytrees of them; `f` may be jitted, or a
+    module. Without `backward`, a function that already holds a gradient (a training step) is read as it
+    is, and any other function with the gradients of all floating-point arrays among its arguments. With an
+    optimizer among the arguments, the ledger also lists the memory held between steps. Nothing runs. Only
+    a program on Auto axes is compiled, for pretended devices if the devices of its mesh are not here.
 
         print(jshard.explain(loss, model, x))
     """
@@ -197,8 +194,8 @@ def explain(f: Callable[..., Any], *args: object, backward: bool | None = None, 
 
 
 def with_added(ledger: Ledger, traced: Traced, backward: bool | None = None) -> Ledger:
-    """Return the ledger with the compiler's own collectives on Auto axes. It is unchanged on
-    explicit axes, and on slices of the devices, which no single program spans."""
+    """Return the ledger with the compiler's own collectives on Auto axes. It is unchanged
+    on explicit axes, and on slices of the devices, which no single program spans."""
     meshes = traced.meshes or {present_mesh()}
     mesh = next(iter(meshes))
     if not ledger.is_auto or len(meshes) > 1 or mesh is None or mesh.size == 1:

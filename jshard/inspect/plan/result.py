@@ -24,8 +24,7 @@ NUMBERS = (5, 6, 7, 8)  # the right-aligned columns of a row
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Shown):
-    """A program's ledger, its compiled collectives, its memory, and its time by a model. It prints
-    as a page."""
+    """A program's ledger, its compiled collectives, its memory, and its time by a model. It prints as a page."""
 
     topology: Topology
     mesh: Mapping[str, int]
@@ -46,15 +45,12 @@ class Plan(Shown):
 
     def blocks(self) -> Iterator[Block]:
         """Yield a section for each question, its answer last."""
-        yield self._heading()
+        mesh = " x ".join(f"{name} {count:,}" for name, count in self.mesh.items())
+        when = f", cached (it took {self.seconds:.1f} s to compile)" if self.cached else f" in {self.seconds:.1f} s"
+        yield f"{self.topology}, mesh {mesh}, compiled by {self.compilers}{when}"
         for section in (self._wire, self._memory, self._time):
             yield ""
             yield from section()
-
-    def _heading(self) -> str:
-        mesh = " x ".join(f"{name} {count:,}" for name, count in self.mesh.items())
-        when = ", cached (it took {} to compile)" if self.cached else " in {}"
-        return f"{self.topology}, mesh {mesh}, compiled by {self.compilers}{when.format(f'{self.seconds:.1f} s')}"
 
     def _wire(self) -> Iterator[Block]:
         if self.comparison is None:

@@ -33,8 +33,7 @@ class Topology:
 
     @classmethod
     def chosen(cls, name: str | None, present: Configuration | None) -> Topology | None:
-        """Return the topology of this name, or the configuration's, with the slices of the
-        configuration's mesh."""
+        """Return the topology of this name, or the configuration's, with the slices of the configuration's mesh."""
         slices = 1 if present is None or present.mesh is None else present.mesh.slices
         if present is not None and present.topology is not None and name in (None, present.topology):
             return cls.of(present.topology, present.topology_place, slices)

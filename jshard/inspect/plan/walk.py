@@ -1,5 +1,5 @@
-"""A walk through a compiled schedule: the hidden share of each collective and the time of a step.
-It is a model, never a measurement (docs/design/0019-schedule.md)."""
+"""A walk through a compiled schedule: the hidden share of each collective and the
+time of a step. It is a model, never a measurement (docs/design/0019-schedule.md)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ WRITES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is writte
 
 @dataclasses.dataclass(frozen=True)
 class Walked:
-    """The collectives of a program with their hidden shares, and the seconds of work and waiting on
-    a device."""
+    """The collectives of a program with their hidden shares, and the seconds of work and waiting on a device."""
 
     collectives: tuple[CompiledCollective, ...]
     work: float = 0.0
@@ -35,8 +34,7 @@ class Walked:
 
 
 def walked(text: str, topology: Topology) -> Walked:
-    """Walk through a compiled program. On devices without figures nothing takes time, and nothing
-    is hidden."""
+    """Walk through a compiled program. On devices without figures nothing takes time, and nothing is hidden."""
     program = HloProgram(text)
     events = schedule_of(program)
     found = tuple(collectives_of(events))
@@ -55,8 +53,7 @@ def walked(text: str, topology: Topology) -> Walked:
 
 
 def wire_seconds(collective: CompiledCollective, topology: Topology) -> float:
-    """Return the time of a run on free links; between slices each step of the collective adds a
-    hop. A group of 1 takes none."""
+    """Return the time of a run on free links, 0 for a group of 1; between slices each step adds a hop."""
     if not collective.count or not collective.total:
         return 0.0
     seconds = collective.total / collective.count / link_rate(collective.members, topology)
@@ -91,9 +88,8 @@ class _Transfer:
 
 
 class _StepClock:
-    """A clock of a device: work and waiting advance it. A collective is on the wire from its start,
-    or from the end of earlier ones on its links. Its seconds while the device waits, for any
-    collective, are not hidden."""
+    """A clock of a device: work and waiting advance it. A collective is on the wire from its start, or from the
+    end of earlier ones on its links. Its seconds while the device waits, for any collective, are not hidden."""
 
     def __init__(self, seconds_of: Callable[[Work], float], topology: Topology):
         self.seconds_of, self.topology = seconds_of, topology
@@ -137,9 +133,8 @@ class _StepClock:
             self.open[name] = max(self.open.get(name, 0.0), begin + seconds)
 
     def _share_links(self, one: CompiledCollective, other: CompiledCollective) -> bool:
-        """Return True if two collectives use the same links. Axes of a torus have links of their
-        own, and slices a network. A GPU sends everything by the same link, within its host or
-        beyond."""
+        """Return True if two collectives share links. Axes of a torus have links of their own, and slices a
+        network. A GPU sends everything over one link, in its host or beyond."""
         if self.topology.chip.axes and not self.topology.spans_slices((*one.members, *other.members)):
             return len(set(one.members) & set(other.members)) > 1
         return link_rate(one.members, self.topology) == link_rate(other.members, self.topology)
@@ -235,8 +230,7 @@ def _products(program: HloProgram, computation: Computation, each: Instruction) 
 
 
 def bytes_moved(program: HloProgram, computation: Computation, each: Instruction) -> int:
-    """Return the bytes an instruction reads and writes. Of an array it slices, or updates a slice
-    of, only the slice counts."""
+    """Return the bytes an instruction reads and writes. Of an array it slices or updates, only the slice counts."""
     if each.opcode in WRITES:
         return 2 * _size(computation, each.operands[WRITES[each.opcode]])
     if each.opcode != "fusion":

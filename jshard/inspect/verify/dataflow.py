@@ -1,5 +1,4 @@
-"""Facts of a jaxpr, without running it: obstacles to a proof, and numbers cast to lower precision
-for a sum."""
+"""Facts of a jaxpr, without running it: obstacles to a proof, and numbers cast to lower precision for a sum."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def stood_in(eqn: Eqn) -> Names:
 
 
 def on_the_way(jaxpr: Jaxpr, told: Told) -> list[Names]:
-    """Return, for each result, the names told of the operations before it."""
+    """Return, for each result, the names that `told` gives to the operations before it."""
     return _reached(bare(jaxpr), [NONE] * len(bare(jaxpr).invars), told)
 
 
@@ -85,8 +84,7 @@ def _reached_in_loop(eqn: Eqn, operands: list[Names], told: Told) -> list[Names]
 
 
 def obstacles(jaxpr: Jaxpr, platform: str) -> dict[int, str]:
-    """Return the operations without an exact stand-in on `platform`, by the `id` of the equation,
-    in words."""
+    """Return the operations without an exact stand-in on `platform`, by the `id` of the equation, in words."""
     found: dict[int, str] = {}
     for outer in bare(jaxpr).eqns:
         for eqn, here in leaves([outer]):

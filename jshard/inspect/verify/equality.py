@@ -1,5 +1,4 @@
-"""`jshard.verify(f, *args)`: a program on the configured mesh, compared with the program on a mesh
-of ones."""
+"""`jshard.verify(f, *args)`: a program on the configured mesh, compared with the program on a mesh of ones."""
 
 from __future__ import annotations
 
@@ -45,10 +44,10 @@ def verify(
 ) -> Verification:  # fmt: skip
     """Compare `f(*args)` on the configured mesh with one device: value and gradients, or a training step's results and state.
 
-    The gradients are those of all floating-point arguments. Unsharded means the program on a mesh with axes of size 1. Both
-    sides run on whole numbers modulo a prime in place of the arguments' numbers, with stand-ins for operations without a
-    meaning there (exp, rsqrt), so that equal means equal in every bit. Where this is impossible, the line gives the reason and
-    the largest deviation it could miss. `meshes` are more sizes to try:
+    The gradients are those of all floating-point arguments. Unsharded means the program on a mesh with axes of
+    size 1. Both sides run on whole numbers modulo a prime in place of the arguments' numbers, with stand-ins for
+    operations without a meaning there (exp, rsqrt), so that equal means equal in every bit. Where this is
+    impossible, the line gives the reason and the largest deviation it could miss. `meshes` are more sizes to try:
 
         print(jshard.verify(loss, model, x, y, meshes=[{"data": 4, "tensor": 2}]))
     """
@@ -101,8 +100,7 @@ def _check_own(program: Subject, jaxpr: ClosedJaxpr) -> None:
 
 
 def _traced_elsewhere(side: Side) -> None:
-    """Trace on a mesh the user did not choose; raise if the program keeps the configured mesh from
-    outside."""
+    """Trace on a mesh the user did not choose; raise if the program keeps the configured mesh from outside."""
     where = f"{side.program.title} runs on the configured mesh and not on one of {in_words(side.sizes)}"
     hint = "call jshard.mesh() inside it, instead of keeping a mesh from outside"
     try:
@@ -185,9 +183,8 @@ class _Trial:
 
     @functools.cached_property
     def natural(self) -> tuple[list[np.ndarray], float, list[float]]:
-        """The reference's results by the true operations in 64 bits, the general tolerance, and the
-        tolerance of each result. A result's tolerance is how far it moves when the inputs are moved
-        by a rounding error."""
+        """The reference's results by the true operations in 64 bits, the general tolerance, and the tolerance of
+        each result. A result's tolerance is how far it moves when the inputs are moved by a rounding error."""
         numbers = self.program.natural()
         results, _ = self.reference.run(self.truly, numbers)
         tolerance = max(ROUNDING, 4 * self.last_bit)
@@ -246,8 +243,7 @@ class _Trial:
         return findings, self._begin(side, findings, failed)
 
     def dropped(self, side: Side) -> tuple[list[Finding], str]:
-        """Return the variables changed by a plain call but not by this call, or the reason why they
-        are unknown."""
+        """Return the variables changed by a plain call but not by this call, or the reason why they are unknown."""
         if not self.program.traced.nodes:
             return [], ""
         _, names, made = side.trace()
@@ -274,16 +270,14 @@ class _Trial:
     def _changes(
         self, name: str, one: np.ndarray, two: np.ndarray, numbers: list[Any]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the change of a variable in place of its value: it shows more of an update than
-        the parameter does."""
+        """Return the change of a variable in place of its value: it shows more of an update than the parameter does."""
         if not name.endswith(" after") or one.dtype.kind not in "fi" or one.shape != two.shape:
             return one, two
         before = np.asarray(numbers[self.program.names.index(name.removesuffix(" after"))]).astype(np.float64)
         return one.astype(np.float64) - before, two.astype(np.float64) - before
 
     def _phase(self, name: str) -> str:
-        """Return the phase of a result: with an optimizer, parameters and state after a call belong
-        to its update."""
+        """Return the phase of a result: with an optimizer, parameters and state after a call belong to its update."""
         if name.startswith("gradient of "):
             return "backward"
         return "update" if self.program.of_optimizers and name.endswith(" after") else "forward"
@@ -309,8 +303,7 @@ class _Trial:
 
 
 def _offs(reference: Sequence[np.ndarray], results: Sequence[np.ndarray], modulus: int | None = None) -> list[float]:
-    """Return the largest deviation of each result over all processes: each process has compared its
-    own replicas."""
+    """Return the largest deviation of each result over all processes: each process has compared its own replicas."""
     offs = [_off(*pair, modulus) for pair in zip(reference, results, strict=True)]
     return offs if jax.process_count() == 1 else process_allgather(np.array(offs)).max(0).tolist()
 

@@ -1,5 +1,4 @@
-"""The place where two runs of a program begin to differ, and the likely mistake: a sum missing,
-extra or too coarse."""
+"""The place where two runs of a program begin to differ, and the likely mistake: a sum missing, extra or too coarse."""
 
 from __future__ import annotations
 
@@ -39,9 +38,8 @@ class FirstDivergence:
 
 @dataclasses.dataclass(frozen=True)
 class Likeness:
-    """The result of a comparison: equal, differs, partial or unknown. partial: devices hold terms
-    of a sum over `mesh_axes`. unknown: shapes can't be compared, as for the residuals of a
-    shard_map."""
+    """The result of a comparison: equal, differs, partial or unknown. partial: devices hold terms of
+    a sum over `mesh_axes`. unknown: shapes can't be compared, as for the residuals of a shard_map."""
 
     kind: str
     off: float = 0.0
@@ -52,10 +50,10 @@ class Likeness:
 def beginning(
     reference: Sequence[Note], other: Sequence[Note], mesh: Mapping[str, int], tolerance: float, modulus: int | None = None
 ) -> FirstDivergence | None:  # fmt: skip
-    """Return the first signal, in program order, with an output unlike the reference's; None if
-    there is none. With a `modulus`, numbers are compared modulo it. Inside a shard_map a device may
-    rightly hold a value unlike any in the reference: a term of a sum, a maximum of its shard. It
-    counts only if no equal value lies between it and a surely wrong one."""
+    """Return the first signal, in program order, with an output unlike the reference's; None
+    if there is none. With a `modulus`, numbers are compared modulo it. Inside a shard_map a
+    device may rightly hold a value unlike any in the reference: a term of a sum, a maximum
+    of its shard. It counts only if no equal value lies between it and a surely wrong one."""
     suspects: list[tuple[Note, Likeness]] = []
     for one, two in _pairs(reference, other):
         likeness = likeness_of(one, two, mesh, tolerance, modulus)
@@ -70,8 +68,7 @@ def beginning(
 
 def _first_of(suspects: Sequence[tuple[Note, Likeness]], mesh: Mapping[str, int]) -> FirstDivergence:
     """Return the divergence under the signal of the first suspect. Its likely mistake is the first
-    conclusive one of that signal, else that of the last unsummed terms, which were used without a
-    sum."""
+    conclusive one of that signal, else that of the last unsummed terms, which were used without a sum."""
     cause = suspects[0][0].where.cause
     there = [likeness for note, likeness in suspects if note.where.cause.is_like(cause)]
     telling = [
@@ -84,8 +81,7 @@ def _first_of(suspects: Sequence[tuple[Note, Likeness]], mesh: Mapping[str, int]
 
 
 def _pairs(reference: Sequence[Note], other: Sequence[Note]) -> Iterator[tuple[Note, Note]]:
-    """Yield pairs of notes from the same place, in the order of `other`; of a place with more
-    notes, the last."""
+    """Yield pairs of notes from the same place, in the order of `other`; of a place with more notes, the last."""
     waiting: dict[Any, collections.deque[Note]] = {}
     for note in reference:
         waiting.setdefault(_at(note), collections.deque()).append(note)
@@ -137,9 +133,8 @@ def likeness_of(one: Note, two: Note, mesh: Mapping[str, int], tolerance: float,
 def _assembled(
     parts: np.ndarray, names: list[str], shape: tuple[int, ...]
 ) -> Iterator[tuple[np.ndarray | None, tuple[str, ...]]]:  # fmt: skip
-    """Yield the possible whole arrays of the devices' parts, candidates without a sum first. Along
-    a mesh axis parts are equal (None if they are not), tiles of an array axis, or terms of a
-    sum."""
+    """Yield the possible whole arrays of the devices' parts, candidates without a sum first. Along a
+    mesh axis parts are equal (None if they are not), tiles of an array axis, or terms of a sum."""
     rank = len(shape)
     sizes = dict(zip(names, parts.shape, strict=False))
     live = [name for name in names if sizes[name] > 1]
@@ -164,8 +159,7 @@ def _assembled(
 def _built(
     parts: np.ndarray, role: Mapping[str, Any], order: Sequence[str], names: Sequence[str], shape: tuple[int, ...]
 ) -> np.ndarray | None:
-    """Sum over mesh axes, keep a single copy of equal parts, and tile the others, the last of
-    `order` innermost."""
+    """Sum over mesh axes, keep a single copy of equal parts, and tile the others, the last of `order` innermost."""
     for at, name in enumerate(names):
         if role.get(name, "same") == "same":
             first = np.take(parts, [0], at)
@@ -186,8 +180,7 @@ DISAGREE = "devices disagree where all should have the same"
 def compared(
     one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int], tolerance: float, modulus: int | None = None
 ) -> Likeness:
-    """Compare `two` with the reference `one`: equal within `tolerance` of the largest (bitwise for
-    0), or the likely mistake."""
+    """Compare `two` with the reference `one`: equal within `tolerance` of the largest, or the likely mistake."""
     if one.shape != two.shape:
         return Likeness("unknown")
     if modulus is not None:
@@ -203,8 +196,7 @@ def compared(
 
 
 def relative(one: np.ndarray, two: np.ndarray, modulus: int | None = None, least: float = 0.0) -> float:
-    """Return the largest difference, relative to the largest magnitude or to `least`, whichever is
-    larger."""
+    """Return the largest difference, relative to the largest magnitude or to `least`, whichever is larger."""
     far = two - one if modulus is None else centered(two - one, modulus)
     largest, off = (float(np.max(np.abs(each), initial=0.0)) for each in (one, far))
     largest = max(largest, least)

@@ -1,5 +1,5 @@
-"""The inputs of verify, equal on every mesh, and the program with a name for each result. Every
-floating-point array becomes whole numbers modulo a prime."""
+"""The inputs of verify, equal on every mesh, and the program with a name for
+each result. Every floating-point array becomes whole numbers modulo a prime."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ from jshard.signals.claims import found_claims
 
 
 def draw(name: str, shape: tuple[int, ...], prime: int, seed: int) -> np.ndarray:
-    """Return the numbers of an array, from its name and the seed alone: each residue modulo the
-    prime is equally likely."""
+    """Return the numbers of an array, from its name and the seed alone: each residue modulo the prime is equally likely."""
     random = np.random.default_rng(zlib.crc32(f"{seed} {name}".encode()))
     return random.integers(-(prime // 2), prime // 2 + 1, shape, np.int32)
 
 
 def near(name: str, given: object, *, parameter: bool) -> np.ndarray:
-    """Return numbers near the given arrays', for the true operations: each within a third of
-    itself. A parameter of zeros, and an array without numbers, get small random ones."""
+    """Return numbers near the given arrays', for the true operations: each within a third
+    of itself. A parameter of zeros, and an array without numbers, get small random ones."""
     random = np.random.default_rng(zlib.crc32(name.encode()))
     if isinstance(given, jax.ShapeDtypeStruct):
         return random.normal(0, 0.3, given.shape)
@@ -71,8 +70,8 @@ def named_leaves(name: str, tree: object) -> dict[str, Any]:
 
 
 class Subject:
-    """A call `f(*args)` to run on any mesh: its value, and the gradients of all floating-point
-    arguments. A function that already holds gradients gets no more."""
+    """A call `f(*args)` to run on any mesh: its value, and the gradients of all
+    floating-point arguments. A function that already holds gradients gets no more."""
 
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool | None):
         self.returned: list[str] = []
@@ -155,8 +154,7 @@ class Subject:
     # -- its text --
 
     def trace(self, arrays: list[Any]) -> tuple[Any, list[str], list[int]]:
-        """Return the jaxpr, a name for each result, and the numbers of computed results (not just
-        passed through)."""
+        """Return the jaxpr, a name for each result, and the numbers of computed results (not just passed through)."""
         traced = self.traced.with_arrays(arrays)
         if self.with_gradients is None:
             self.with_gradients = traced.lacks_backward(self.backward)
@@ -184,9 +182,8 @@ class Subject:
 
 
 def _cotangent(name: str, leaf: Shaped) -> Any:
-    """Return the cotangent of a result: 1 for a scalar, small nonzero numbers for an array. They
-    depend on its name and each element's position in the whole array, so they are equal for every
-    split, and each device computes its own."""
+    """Return the cotangent of a result: 1 for a scalar, small nonzero numbers for an array. They depend on its name and
+    each element's position in the whole array, so they are equal for every split, and each device computes its own."""
     if not leaf.ndim:
         return jnp.ones_like(leaf)
     sharding = jax.typeof(leaf).sharding

@@ -1,5 +1,5 @@
-"""An interpreter of jaxprs, on true numbers or on whole numbers modulo a prime. It notes the
-outputs of signals, and the equations that make a NaN."""
+"""An interpreter of jaxprs, on true numbers or on whole numbers modulo a
+prime. It notes the outputs of signals, and the equations that make a NaN."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from jshard.programs.provenance import Cause
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """The place of a note in the program. `lead` are the axes before the array's own: the trips of
-    a scan, or the mesh axes of a shard_map, whose devices are stacked."""
+    """The place of a note in the program. `lead` are the axes before the array's own:
+    the trips of a scan, or the mesh axes of a shard_map, whose devices are stacked."""
 
     cause: Cause
     primitive: str
@@ -62,10 +62,9 @@ jax.tree_util.register_dataclass(Note, data_fields=["value"], meta_fields=["wher
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """A way to run a jaxpr: by the true operations, in 64 bits if `wide`, or on whole numbers
-    modulo the prime `modulus`. `listen` notes the outputs of signals. `nan_origins` notes, for
-    every equation, whether its results hold a NaN and its operands none. `planted` gets each
-    equation and its results, and returns the results to continue with."""
+    """A way to run a jaxpr: by the true operations, in 64 bits if `wide`, or on whole numbers modulo the prime
+    `modulus`. `listen` notes the outputs of signals. `nan_origins` notes, for every equation, whether its results hold a
+    NaN and its operands none. `planted` gets each equation and its results, and returns the results to continue with."""
 
     modulus: int | None = None
     wide: bool = False
@@ -97,8 +96,7 @@ HELD = frozenset(("shard_map", "scan", "cond"))  # their equations run one by on
 
 
 class _Level:
-    """A jaxpr of the nest, closed or not. With `is_body` all its results are noted, as the equation
-    around wraps them."""
+    """A jaxpr of the nest, closed or not. With `is_body` all its results are noted, as the equation around wraps them."""
 
     def __init__(self, evaluation: Evaluation, jaxpr: Jaxpr, around: Around, *, is_body: bool = False):
         self.how, self.around, self.is_body = evaluation, around, is_body
@@ -242,8 +240,8 @@ class _Level:
     # -- outputs of signals --
 
     def _handed_on(self) -> set[Any]:
-        """Return the values used outside their signal, the results of shard_maps, and every sum. A
-        sum counts after its product, and again after the collective that adds its parts."""
+        """Return the values used outside their signal, the results of shard_maps, and every sum.
+        A sum counts after its product, and again after the collective that adds its parts."""
         made: dict[Any, Cause] = {}  # the signal of each variable
         found, outside = set[Any](), self.around.cause.path
         for eqn in self.jaxpr.eqns:
@@ -262,8 +260,7 @@ class _Level:
 
 
 def is_cancelling(eqn: Eqn) -> bool:
-    """Return True for a number without effect on the result, as the largest score of a ring: 0
-    stands for it."""
+    """Return True for a number without effect on the result, as the largest score of a ring: 0 stands for it."""
     return eqn.params.get("name") == jshard_largest_seen.__name__  # type: ignore[attr-defined]  # of a jitted function
 
 

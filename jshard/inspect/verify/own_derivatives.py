@@ -1,5 +1,5 @@
-"""Derivatives by rules of the program's own, each beside a finite difference of its function. Both
-sides of a comparison use them, so the comparison can't test them."""
+"""Derivatives by rules of the program's own, each beside a finite difference of its
+function. Both sides of a comparison use them, so the comparison can't test them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ STEP = 1e-4  # the step of a finite difference
 
 @dataclasses.dataclass(frozen=True)
 class OwnDerivative:
-    """A function with a derivative written by the program: its slope in a direction, by the rule
-    and by a difference."""
+    """A function with a derivative written by the program: its slope in a direction, by the rule and by a difference."""
 
     name: str
     source: str
@@ -39,8 +38,7 @@ class OwnDerivative:
 
 @contextlib.contextmanager
 def noticed() -> Iterator[dict[Any, tuple[Any, ...]]]:
-    """Collect the functions with derivatives of the program's own called inside, and their first
-    arguments."""
+    """Collect the functions with derivatives of the program's own called inside, and their first arguments."""
     found: dict[Any, tuple[Any, ...]] = {}
     kinds: tuple[Any, ...] = jax.custom_vjp, jax.custom_jvp
     before = [kind.__call__ for kind in kinds]
@@ -73,8 +71,7 @@ def _described(leaf: Shaped) -> Any:
 
 
 def tested(call: Any, described: object) -> OwnDerivative:
-    """Run a function by itself on numbers between 0.1 and 1, and compare its rule with a finite
-    difference."""
+    """Run a function by itself on numbers between 0.1 and 1, and compare its rule with a finite difference."""
     own = OwnDerivative(call.fun.__name__, _source(call))
     leaves, tree = jax.tree.flatten(described)
     smooth = [n for n, leaf in enumerate(leaves) if is_array(leaf) and is_inexact(leaf)]

@@ -129,8 +129,7 @@ def centered(x: np.ndarray, prime: int) -> np.ndarray:
 
 
 def embedded(x: object, prime: int) -> np.ndarray:
-    """Return constants modulo the prime: an array exactly, as binary fractions; a scalar as the
-    fraction it was rounded from."""
+    """Return constants modulo the prime: an array by its binary fractions; a scalar as the fraction behind it."""
     x = np.asarray(x, np.float64)
     if not x.ndim and np.isfinite(x) and (fraction := _fraction(abs(float(x)))) is not None:
         residue = fraction.numerator * pow(fraction.denominator, -1, prime) if fraction.denominator % prime else 0
@@ -223,8 +222,7 @@ def results_of(eqn: Any, x: list[Any], prime: int) -> list[Any]:
 
 
 def opaque(eqn: Any, x: Sequence[Any], prime: int) -> list[Any]:
-    """Run an operation without an exact stand-in in floating point. The results are whole numbers
-    without a meaning."""
+    """Run an operation without an exact stand-in in floating point. The results are whole numbers without a meaning."""
     if eqn.primitive.name == "while":  # it might not end
         return list(x[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :])
     given = [jnp.asarray(each, v.aval.dtype) for each, v in zip(x, eqn.invars, strict=True)]
@@ -284,8 +282,7 @@ def keeps_its_dtypes(eqn: Eqn) -> bool:
 
 
 def wide_results(eqn: Any, x: Sequence[Any], *, rounds: bool) -> list[Any]:
-    """Return the results of an equation on operands of 64 bits. With `rounds`, a cast keeps only
-    the bits of its dtype."""
+    """Return the results of an equation on operands of 64 bits. With `rounds`, a cast keeps only the bits of its dtype."""
     if keeps_its_dtypes(eqn):
         results = bound(eqn, [jnp.asarray(each, v.aval.dtype) for each, v in zip(x, eqn.invars, strict=True)])
     elif eqn.primitive.name == "reduce_precision":

@@ -114,9 +114,8 @@ class Side:
 def held_to_faults(
     side: Side, how: Evaluation, findings: Sequence[Finding], offs: Callable[[Any, Any], list[float]]
 ) -> list[Finding]:
-    """Return the findings; mark a tolerance as unproven if it hides a fault of a collective on its
-    way. A fault is hidden if no result changes by more than its tolerance. `offs` returns by how
-    much results differ."""
+    """Return the findings; mark a tolerance as unproven if it hides a fault of a collective on its way. A fault
+    is hidden if no result changes by more than its tolerance. `offs` returns by how much results differ."""
     jaxpr, _, made = side.trace()
     crossing = {str(id(eqn)): (eqn, here) for eqn, here in leaves(bare(jaxpr).eqns) if eqn.primitive.name in KIND_OF}
     before = on_the_way(jaxpr, lambda eqn: frozenset(crossing.keys() & {str(id(eqn))}))

@@ -62,9 +62,8 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class PlainSteps:
-    """The deviation of two steps from two steps by plain Flax and optax in 64 bits, or the reason
-    why it is unknown. `rounding` is the deviation of an array when the inputs are moved by a last
-    bit."""
+    """The deviation of two steps from two steps by plain Flax and optax in 64 bits, or the reason why
+    it is unknown. `rounding` is the deviation of an array when the inputs are moved by a last bit."""
 
     offs: Mapping[str, float]
     rounding: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -90,8 +89,7 @@ class PlainSteps:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verification(Shown):
-    """The result of `verify`: true if sharded equals unsharded. It prints the verdict, the faults,
-    and a table."""
+    """The result of `verify`: true if sharded equals unsharded. It prints the verdict, the faults, and a table."""
 
     findings: tuple[Finding, ...]
     beginnings: tuple[FirstDivergence, ...]
@@ -122,8 +120,7 @@ class Verification(Shown):
         yield self.probes
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        """Yield a row for each finding, faults first. It merges equal rows of repeated blocks, and
-        right arrays of a kind."""
+        """Yield a row for each finding, faults first. It merges equal rows of repeated blocks, and right arrays of a kind."""
         findings = sorted(self.findings, key=lambda finding: finding.is_proven)
         rows = [
             (in_words(f.mesh), str(f.cause.place or "-"), f.cause.signal, f.kind * f.is_proven, f.words)
