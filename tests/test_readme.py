@@ -1,74 +1,87 @@
-"""What the README shows is run: its Python, its YAML, and its commands with what they print."""
+"""The README's files, commands and picture, as a visitor would use them."""
 
 from __future__ import annotations
 
 import doctest
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from jshard.signals.config import load_configuration
 from tests.support.outside import users_environment
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-AS_COMMAND = {"make demo": "jshard train configs/digits.yaml"}  # what make runs when the environment is there
+FILES = {"python": ["model.py", "train.py"], "yaml": ["tensor.yaml", "fsdp.yaml"]}
+SHOWN = [
+    tuple(command.split("\n", 1))
+    for block in re.findall(r"^```console\n\$ (.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    for command in re.split(r"^\$ ", block, flags=re.MULTILINE)
+]
 
 
-def blocks(kind: str) -> list[str]:
-    return [text for language, text in BLOCKS if language == kind]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("readme")
+    for kind, names in FILES.items():
+        texts = re.findall(rf"^```{kind}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+        for name, text in zip(names, texts, strict=True):
+            (path / name).write_text(text)
+    return path
 
 
-def shown() -> list[tuple[str, str]]:
-    """Each command of the console blocks, and what the README says it prints."""
-    found = []
-    for block in blocks("console"):
-        _, *parts = re.split(r"^\$ ", block, flags=re.MULTILINE)
-        found += [tuple(part.split("\n", 1)) for part in parts]
-    return found
+def run(line: str, folder: Path) -> str:
+    """Type a line; a word `NAME=value` before the command is a variable of its environment."""
+    words = shlex.split(line)
+    variables = dict(word.split("=") for word in words if re.match("[A-Z_]+=", word))
+    command, *rest = words[len(variables) :]
+    words = [sys.executable, "-W", "error", *(["-m", "jshard"] if command == "jshard" else []), *rest]
+    environment = users_environment(PYTHONPATH=str(ROOT), **variables)
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240).stdout
 
 
-def run(*words: str) -> str:
-    out = subprocess.STDOUT
-    done = subprocess.run(
-        words, stdout=subprocess.PIPE, stderr=out, text=True, cwd=ROOT, env=users_environment(), timeout=120
-    )
-    return done.stdout
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        pytest.param(*shown, marks=pytest.mark.extra if "--topology" in shown[0] else pytest.mark.seconds)
+        for shown in SHOWN
+        if shown[0] != "make demo"
+    ],
+    ids=[" ".join(command.split()[:2]) for command, _ in SHOWN if command != "make demo"],
+)
+def test_readme_command_prints_what_is_shown(folder, command, says):
+    printed = run(command, folder)
+    assert doctest.OutputChecker().check_output(says, printed, doctest.ELLIPSIS), printed
 
 
-def test_readme_has_what_is_promised():
-    assert {command for command, _ in shown()} >= {"make demo", "jshard check configs/digits.yaml --trust"}
-    assert len(blocks("python")) == len(blocks("yaml")) == 1
+@pytest.mark.slow
+def test_readme_demo_prints_what_is_shown(tmp_path):
+    (says,) = [says for command, says in SHOWN if command == "make demo"]
+    printed = run(f"jshard train configs/digits.yaml output={tmp_path / 'digits'}", ROOT)
+    assert doctest.OutputChecker().check_output(says, printed, doctest.ELLIPSIS), printed
 
 
 @pytest.mark.seconds
-def test_readme_python_runs():
-    printed = run(sys.executable, "-W", "error", "-c", blocks("python")[0])
-    assert "Traceback" not in printed
-    assert "configs/mlp.yaml:7  layer2" in printed
-    assert not any(
-        warning in printed for warning in ("unused", "unsplit", "no signal asked", "decided by the compiler")
-    )
+def test_readme_fsdp_has_the_losses_of_tensor(folder):
+    losses = [run(f"JSHARD_CONFIG={name} python train.py", folder) for name in FILES["yaml"]]
+    assert losses[0] == losses[1] != ""
 
 
-def test_readme_yaml_is_the_file_it_names(tmp_path):
-    path = tmp_path / "mlp.yaml"
-    path.write_text(blocks("yaml")[0])
-    assert load_configuration(str(path)).fingerprint == load_configuration(str(ROOT / "configs/mlp.yaml")).fingerprint
-
-
-@pytest.mark.quick(*({command for command, _ in shown()} - {"make demo", "jshard verify configs/digits.yaml --trust"}))
-@pytest.mark.parametrize(("command", "says"), shown(), ids=[command for command, _ in shown()])
-def test_readme_command_prints_what_is_shown(command, says):
-    name, *words = AS_COMMAND.get(command, command).split()
-    assert name == "jshard"
-    words = [*words, "output=runs/readme"] if words[0] == "train" else words
-    printed = run(sys.executable, "-m", "jshard", *words)
-    assert doctest.OutputChecker().check_output(says, printed, doctest.ELLIPSIS), printed
+@pytest.mark.seconds
+@pytest.mark.parametrize("name", FILES["yaml"])
+def test_readme_picture_shows_the_shards_of_explain(folder, name):
+    picture = (ROOT / "docs/pictures/block.svg").read_text()
+    (panel,) = [part for part in picture.split('class="title"') if f">{name}: " in part]
+    shown = re.findall(r">(\w+/kernel)<.*\n<.*>(\[\d+, \d+\] each)<", panel)
+    assert shown
+    printed = run(f"jshard explain train:step --config {name} --args train:model train:optimizer train:batch", folder)
+    for parameter, shard in shown:
+        assert re.search(rf" {parameter} .* {re.escape(shard)}", printed), (parameter, shard)
+    for collective in re.findall(r"\b(all_reduce|all_gather|reduce_scatter)<", panel):
+        assert collective in printed
 
 
 def test_readme_names_only_targets_and_files_that_are_there():
@@ -78,3 +91,7 @@ def test_readme_names_only_targets_and_files_that_are_there():
     assert targets >= {"demo", "test", "check"}
     assert [target for target in targets if f"\n{target}:" not in makefile] == []
     assert [path for path in re.findall(r"\]\(([^):#]+)(?:#[^)]*)?\)", text) if not (ROOT / path).exists()] == []
+
+
+def test_readme_fits_on_a_few_screens():
+    assert len(README.encode()) <= 7000
