@@ -157,8 +157,8 @@ CASES = {
         "jshard.load({'jshard': {'mesh': {'data': 8}}, 'a': {'shard': {'axis': 0, 'workers': [0, 1]}}, 'b': {'row': 'data'}})\n"
         "x = jshard.signal.tensor(X, 'b')\n"
         "jax.jit(lambda x: jshard.signal.tensor(x, 'a') * 2)(x)",
-        'signal "a" (<dict>) brings an array from the mesh {data: 8} to the mesh {workers: 2}, which one compiled '
-        "program can't; place it first, outside jax.jit",
+        'signal "a" (<dict>) moves an array from the mesh {data: 8} to the mesh {workers: 2}, which no compiled '
+        "program can; place it first, outside jax.jit",
     ),
     "a class": (
         "jshard.shard(Net)",
@@ -270,22 +270,22 @@ CASES = {
     ),
     "a mesh of jax.set_mesh": (
         "model = sharded()\nwith jax.set_mesh(jax.make_mesh((8,), ('z',))):\n    model(X)",
-        "jax.set_mesh has set the mesh {z: 8}, and this program is over the mesh {data: 2, tensor: 4}; leave "
-        "jax.set_mesh away, or write jax.set_mesh(jshard.mesh())",
+        "jax.set_mesh has set the mesh {z: 8}, and this program is over the mesh {data: 2, tensor: 4}; remove "
+        "jax.set_mesh, or write jax.set_mesh(jshard.mesh())",
     ),
     "a mesh of jax.set_mesh around jit": (
         "model = sharded()\n"
         "with jax.set_mesh(jax.make_mesh((8,), ('z',))):\n"
         "    nnx.jit(lambda model, x: model(x))(model, X)",
-        "jax.set_mesh has set the mesh {z: 8}, and this program is over the mesh {data: 2, tensor: 4}; leave "
-        "jax.set_mesh away, or write jax.set_mesh(jshard.mesh())",
+        "jax.set_mesh has set the mesh {z: 8}, and this program is over the mesh {data: 2, tensor: 4}; remove "
+        "jax.set_mesh, or write jax.set_mesh(jshard.mesh())",
     ),
     "a model of the mesh before": (
         "model = sharded()\n"
         "jshard.load({'jshard': {'mesh': {'data': 4}}, 'a': {'row': 'data', 'match': ['**']}})\n"
         "nnx.jit(lambda model, x: model(x))(model, X)",
-        "jshard.shard (down/bias) brings an array from the mesh {data: 2, tensor: 4} to the mesh {data: 4}, which one "
-        "compiled program can't; place it first, outside jax.jit",
+        "jshard.shard (down/bias) moves an array from the mesh {data: 2, tensor: 4} to the mesh {data: 4}, which no "
+        "compiled program can; place it first, outside jax.jit",
     ),
     "a gradient outside jit": (
         "nnx.value_and_grad(jshard.shard(loss))(sharded(), X, Y)",
@@ -378,22 +378,22 @@ CASES = {
     ),
     "a layout with nothing loaded": (
         "jshard.unload()\njshard.place(X, P('data'))",
-        "jshard.place was given P('data',), and no mesh is set or loaded that it could mean; give it "
+        "jshard.place was given P('data',), but no mesh is set or loaded; give it "
         "jax.NamedSharding(mesh, P('data',)), or call jshard.load first",
     ),
     "another mesh inside jit": (
         "other = jax.make_mesh((2,), ('a',), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])\n"
         "x = jax.device_put(X, jax.NamedSharding(other, P('a')))\n"
         "jax.jit(lambda x: jshard.place(x, P('data')))(x)",
-        "jshard.place brings an array from the mesh {a: 2} to the mesh {data: 2, tensor: 4}, which one compiled program "
-        "can't; place it first, outside jax.jit",
+        "jshard.place moves an array from the mesh {a: 2} to the mesh {data: 2, tensor: 4}, which no compiled program "
+        "can; place it first, outside jax.jit",
     ),
     "another mesh set around jit": (
         "to = jax.NamedSharding(jshard.mesh(), P('data'))\n"
         "with jax.set_mesh(jax.make_mesh((8,), ('z',))):\n"
         "    jax.jit(lambda x: jshard.place(x, to))(X)",
-        "jax.set_mesh has set the mesh {z: 8}, and this program is over the mesh {data: 2, tensor: 4}; leave "
-        "jax.set_mesh away, or write jax.set_mesh(jshard.mesh())",
+        "jax.set_mesh has set the mesh {z: 8}, and this program is over the mesh {data: 2, tensor: 4}; remove "
+        "jax.set_mesh, or write jax.set_mesh(jshard.mesh())",
     ),
     "a root that is not there": (
         "jshard.scatter(X, P('data'), root=3)",
@@ -409,7 +409,7 @@ CASES = {
     ),
     "a model to scatter": (
         "jshard.scatter(Net(), P('data'))",
-        "jshard.scatter was given an array of object, which it can't hand out; give it numbers, for instance "
+        "jshard.scatter was given an array of object, which it can't scatter; give it numbers, for instance "
         "x.astype(np.float32)",
     ),
     "nothing to gather": (
@@ -489,8 +489,8 @@ CASES = {
         "    layer = jshard.Linear(8, 16, rngs=nnx.Rngs(0))\n"
         "with jax.set_mesh(jax.make_mesh((8,), ('z',))):\n"
         "    layer(X)",
-        "jax.set_mesh has set the mesh {z: 8}, and this program is over the mesh {data: 2, tensor: 4}; leave "
-        "jax.set_mesh away, or write jax.set_mesh(jshard.mesh())",
+        "jax.set_mesh has set the mesh {z: 8}, and this program is over the mesh {data: 2, tensor: 4}; remove "
+        "jax.set_mesh, or write jax.set_mesh(jshard.mesh())",
     ),
     "a layer whose signal is gone": (
         "with jshard.signal('up'):\n"
@@ -504,8 +504,8 @@ CASES = {
         "    layer = jshard.Linear(8, 16, rngs=nnx.Rngs(0))\n"
         "jshard.load({'jshard': {'mesh': {'data': 4}}, 'up': {'row': 'data'}})\n"
         "nnx.jit(lambda layer, x: layer(x))(layer, X)",
-        'signal "up" (<dict>) brings an array from the mesh {data: 2, tensor: 4} to the mesh {data: 4}, which one '
-        "compiled program can't; place it first, outside jax.jit",
+        'signal "up" (<dict>) moves an array from the mesh {data: 2, tensor: 4} to the mesh {data: 4}, which no '
+        "compiled program can; place it first, outside jax.jit",
     ),
     "an optimizer that multiplies parameters": (
         "jshard.Optimizer(sharded(), optax.contrib.muon(1e-3))",
@@ -574,8 +574,8 @@ CASES = {
         "model, optimizer = objects()\n"
         "with jax.set_mesh(jax.make_mesh((8,), ('z',))):\n"
         "    jshard.jit(step)(model, optimizer, X, Y)",
-        "jax.set_mesh has set the mesh {z: 8}, and this program is over the mesh {data: 2, tensor: 4}; leave "
-        "jax.set_mesh away, or write jax.set_mesh(jshard.mesh())",
+        "jax.set_mesh has set the mesh {z: 8}, and this program is over the mesh {data: 2, tensor: 4}; remove "
+        "jax.set_mesh, or write jax.set_mesh(jshard.mesh())",
     ),
     "the model sharded, the loss not": (
         "@jshard.jit\n"

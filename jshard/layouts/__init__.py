@@ -1,4 +1,4 @@
-"""Floor 1: how arrays lie on a mesh, and how they get there."""
+"""Floor 1: layouts of arrays on a mesh, and the moves between layouts."""
 
 from jshard.layouts.creation import create as create
 from jshard.layouts.gathering import gather as gather

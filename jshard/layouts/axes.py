@@ -1,7 +1,8 @@
-"""What each primitive of JAX does to the axes of its arrays: the one table, which the partition and the ledger read.
+"""The table of JAX primitives for the partition and the ledger: the factors of every array axis.
 
-Each axis counts one factor or several, major first. `x[M,K] @ w[K,N]` has three: M and N go on into the result, K is summed.
-Split over devices, a factor that goes on needs nothing, one that is summed a sum over devices; a fixed one must not be split.
+Each axis is a product of factors, major first. `x[M,K] @ w[K,N]` has three factors: the result
+keeps M and N, and K is summed. A split over devices costs nothing for a kept factor, and a sum over
+devices for a summed factor. A fixed factor must not be split.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ Factored = tuple[tuple[int, ...], ...]  # for each axis of an array, its factors
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """The factors of one equation: those of each operand and of each result, how many elements each counts, and its kind."""
+    """The factors of an equation: by operand and result, with the size and kind of each."""
 
     operands: tuple[Factored, ...]
     results: tuple[Factored, ...]
     sizes: tuple[int, ...]
     kinds: tuple[str, ...]
-    sums: tuple[int, ...] = ()  # results that are sums over each factor that they do not count
+    sums: tuple[int, ...] = ()  # results summed over every factor they lack
 
 
 class _New:
-    """Numbers the factors of one equation."""
+    """A counter for the factors of an equation."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -57,7 +58,7 @@ Rule = Callable[[Params, _New, Shapes, Shapes], tuple[Sequence[Factored], Sequen
 
 
 def factors(eqn: Eqn) -> Factors | None:
-    """Return the factors of an equation; None where no rule is known, or a parameter is unknown."""
+    """Return the factors of an equation, or None without a rule or with an unknown parameter."""
     name = eqn.primitive.name
     rule = RULES.get(name)
     if rule is None or unknown_parameters(eqn):
@@ -76,7 +77,7 @@ def factors(eqn: Eqn) -> Factors | None:
 def spread(
     of: Sequence[int], names: Sequence[str], counts: Sequence[int], sizes: Mapping[str, int]
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the mesh axes of an axis factor by factor, major first, as far as they divide."""
+    """Yield the mesh axes of an array axis factor by factor, major first, as far as they divide."""
     left = list(names)
     for factor in of:
         some: list[str] = []
@@ -91,7 +92,7 @@ def spread(
 
 
 def _elementwise(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
-    """An operand may be a number, or have axes of one element that stand for as many as the result has."""
+    """Factor an elementwise operation: operands may be scalars or have broadcast axes of size 1."""
     out = new.all(made[0])
     alike = [tuple(f if n == m else () for f, n, m in zip(out, shape, made[0], strict=False)) for shape in given]
     return alike, [out] * len(made)
@@ -99,7 +100,7 @@ def _elementwise(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _of_shapes(given: tuple[tuple[int, ...], ...], made: tuple[tuple[int, ...], ...]) -> Factors:
-    """The factors of what is elementwise: most equations, each looked at in every trace."""
+    """Return the factors of an elementwise equation, cached: most equations of a trace are elementwise."""
     new = _New()
     return new.done(*_elementwise({}, new, given, made))
 
@@ -113,7 +114,7 @@ def _broadcast(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
 
 
 def _reshape(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
-    """Factor both shapes of one run of elements: the operand's axes in the order of `dimensions`, where they are given."""
+    """Factor both shapes of a reshape, with the operand's axes in the order of `dimensions`, if given."""
     order = params.get("dimensions")
     order = range(len(given[0])) if order is None else order
     permuted, out = common_factors([given[0][axis] for axis in order], made[0], new)
@@ -122,7 +123,7 @@ def _reshape(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
 
 
 def common_factors(old: Sequence[int], made: Sequence[int], new: _New) -> tuple[Factored, Factored]:
-    """Factor two shapes of one run of elements by the finer axes of both. Of 6 x 4 as 4 x 6 only the two halves go on."""
+    """Factor two shapes of the same elements by common axes: of 6 x 4 as 4 x 6, a leading 2."""
     before: list[tuple[int, ...]] = [()] * len(old)
     after: list[tuple[int, ...]] = [()] * len(made)
     for ours, theirs in _grouped(old, made):
@@ -140,7 +141,7 @@ def common_factors(old: Sequence[int], made: Sequence[int], new: _New) -> tuple[
 
 
 def _grouped(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the runs of axes with as many elements before as after, without axes of size 1."""
+    """Yield the smallest groups of axes with equal sizes on both sides, without axes of size 1."""
     before = [axis for axis, size in enumerate(old) if size != 1]
     after = [axis for axis, size in enumerate(new) if size != 1]
     if 0 in old:
@@ -190,7 +191,7 @@ def _dot_general(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
 
 
 def _ragged_dot_general(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
-    """Multiply as `dot_general` does. The axis that is divided into groups stays whole, and so do the groups."""
+    """Factor like `dot_general`, with fixed factors for the grouped axis and the groups."""
     numbers = params["ragged_dot_dimension_numbers"]
     (left, right), (out,) = _dot_general({"dimension_numbers": numbers.dot_dimension_numbers}, new, given, made)
     (row,), groups = numbers.lhs_ragged_dimensions, [right[axis] for axis in numbers.rhs_group_dimensions]
@@ -205,13 +206,13 @@ def _ragged_dot_general(params: Params, new: _New, given: Shapes, made: Shapes) 
 
 
 def _bitcast(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
-    """Keep every axis but a last one that one side alone has: the pieces of each number."""
+    """Keep the common axes. Only one side has a last axis for the pieces of each number: it is fixed."""
     lead = new.all(min(given[0], made[0], key=len))
     return tuple([(*lead, *(new(n, FIXED) for n in shape[len(lead) :])) for shape in each] for each in (given, made))
 
 
 def _convolution(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
-    """Batch and features may be split, and groups of either; places in space not."""
+    """Factor batch and features, and groups of either; spatial axes are fixed."""
     numbers = params["dimension_numbers"]
     x, w, y = (list(new.all(shape, range(len(shape)))) for shape in (*given, *made))
     batch, features = numbers.lhs_spec[:2]
@@ -227,7 +228,7 @@ def _convolution(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
 
 
 def _along(*names: str, also: Callable[[Any], Any] | None = None) -> Rule:
-    """The axes that parameters name are fixed; all others go from all operands into all results."""
+    """Return a rule with fixed factors for the axes named by parameters; all other axes are kept."""
 
     def rule(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
         fixed = {int(axis) for name in names for axis in np.atleast_1d(params[name])}
@@ -238,7 +239,7 @@ def _along(*names: str, also: Callable[[Any], Any] | None = None) -> Rule:
 
 
 def _keeping(axes: Iterable[int], new: _New, given: Shapes, made: Shapes) -> Any:
-    """Let these axes go on from all operands into all results. All others are fixed."""
+    """Keep these axes in all operands and results, and fix all other axes."""
     kept = {axis: new(given[0][axis]) for axis in axes}
     return tuple(
         [tuple(kept[axis] if axis in kept else new(n, FIXED) for axis, n in enumerate(shape)) for shape in each]
@@ -247,7 +248,7 @@ def _keeping(axes: Iterable[int], new: _New, given: Shapes, made: Shapes) -> Any
 
 
 def _resized(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
-    """Axes that differ in size between arrays are fixed (a slice, an update, a tile); all others go on."""
+    """Fix the axes of different sizes (a slice, an update, a tile), and keep all other axes."""
     sizes = zip(*filter(None, (*given, *made)), strict=True)
     return _keeping([axis for axis, each in enumerate(sizes) if len({*each}) == 1], new, given, made)
 
@@ -263,7 +264,8 @@ def _unstack(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
 
 
 def _gather(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
-    """A table split along an axis that is looked up in is asked on every device, and the answers are summed."""
+    """Factor a lookup. Along a split, looked-up axis, every device looks up all rows; results are
+    summed."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     indices: list[Any] = [new(n) for n in given[1][:-1]]
     together = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
@@ -284,7 +286,7 @@ def _gather(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
 
 
 def _scatter(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
-    """A window goes on; rows of updates that are added may be different ones on each device."""
+    """Factor a scatter: windows are kept, and devices may add different rows of updates."""
     numbers = params["dimension_numbers"]
     inserted, together = numbers.inserted_window_dims, numbers.operand_batching_dims
     indices: list[Any] = [new(n, "sum") for n in given[1][:-1]]
@@ -314,12 +316,12 @@ def _each(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
 
 
 def _made(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
-    """What comes of nothing but its place, of a key, or of whole arrays."""
+    """Factor an array made from positions, from a key, or from whole arrays."""
     return _fixed(given, new), [new.all(shape) for shape in made]
 
 
 def _batch(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
-    """The last axes are fixed, of matrices two; those before are many of the same."""
+    """Keep the leading batch axes, and fix the last axes: two of a matrix."""
     last = len(params["fft_lengths"]) if "fft_lengths" in params else 2
     return _keeping(range(len(given[0]) - last), new, given, made)
 
@@ -329,9 +331,9 @@ def _pad(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
 
 
 def _cudnn_attention(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
-    """NVIDIA's attention of `q, k, v, bias`, of the lengths of both, and of offsets and pages; backward also of what was kept.
-    Rows and heads go on, but where dropout is drawn for all rows, a function changes scores, or offsets
-    tell documents apart."""
+    """Factor NVIDIA's attention of `q, k, v, bias`, lengths, offsets and pages; backward also of
+    saved results. Rows and heads are kept, except with dropout drawn for all rows, a function of
+    the scores, or offsets between documents."""
     q, k, _, bias, *lengths = given[:10]
     is_whole = params["dropout_rate"] or params.get("score_mod") is not None  # a function of scores, since jax 0.12
     if is_whole or any(math.prod(shape) for shape in lengths[2:]):
@@ -355,12 +357,12 @@ def _fixed(shapes: Sequence[Sequence[int]], new: _New) -> list[Factored]:
     return [new.all(shape, range(len(shape))) for shape in shapes]
 
 
-# The gradient of a bias that several rows or heads share.
+# The gradient of a bias shared by rows or heads.
 SUMS = {"dot_product_attention_bwd_wrapper": (3,)}
 
 
 def _moved(p: Params) -> list[int]:
-    """The axes that a window changes: it is wider than one element, leaves some out, or finds others between or beside them."""
+    """Return the axes changed by a window: wider than 1, strided, dilated or padded."""
     told = [p.get(key) or (1,) * len(p["window_dimensions"]) for key in ("window_strides", "base_dilation")]
     each = zip(p["window_dimensions"], *told, p["padding"], strict=True)
     return [axis for axis, (*ones, padding) in enumerate(each) if {*ones} != {1} or any(padding)]

@@ -1,4 +1,4 @@
-"""What is changed in a program before XLA compiles it for CPUs or GPUs: what XLA would compute wrongly, or slowly."""
+"""Changes to programs before XLA compiles them for CPUs or GPUs: against wrong or slow code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OTHERS = (tell_apart,)
 
 
 def change_programs() -> None:
-    """Have JAX hand its programs to XLA with these changes."""
+    """Make JAX pass its programs to XLA with these changes."""
     compiled = compiler.backend_compile_and_load
 
     def compile_changed(backend: Any, module: Any, *rest: object) -> Any:
@@ -26,7 +26,7 @@ def change_programs() -> None:
 
 
 def change(module: Any, platform: str) -> None:
-    """Change a program, in place, as it is to be compiled for a platform."""
+    """Change a program in place, for compilation on a platform."""
     changes = CHANGES.get(platform, OTHERS)
 
     def at(operation: object) -> Any:

@@ -1,10 +1,11 @@
-"""Keep the collectives of a CPU program in order where it is written to a cache and read again.
+"""The order of collectives in a CPU program, kept through JAX's compilation cache.
 
-XLA for CPUs compiles a program to thunks. It runs a thunk when those before it that use the same buffers, or the same
-resource, have ended. All collectives use one resource, so that they run in one order on every device. But each sequence of
-thunks is written by itself: in a program that is read again the collectives of a loop's body have one resource, and those
-around the loop another (docs/design/0003-pretend-devices.md). So a thunk is put between the two that copies a buffer of each
-onto itself. XLA skips such a copy, but runs it behind the first and before the second, as it uses the buffers of both.
+XLA for CPUs compiles a program to thunks. A thunk runs after the earlier thunks with the same
+buffers or the same resource. All collectives use one resource, so they run in the same order on
+every device. But each sequence of thunks is serialized by itself: in a program read from the cache,
+the collectives of a loop's body and those around the loop have different resources
+(docs/design/0003-pretend-devices.md). So a thunk is inserted between them: it copies a buffer of
+each onto itself. XLA skips the copy, but runs the thunk after the first and before the second.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from jshard.programs.protobuf import Message, Unreadable, edited, fields, packed
 # Fields in XLA's service/cpu/executable.proto and backends/cpu/runtime/thunk.proto.
 EXECUTABLE, SEQUENCE = 1, 6  # of what JAX writes, and of the executable
 THUNK, USERS = 1, 2  # of a sequence
-INDICES = 1  # of the users of a resource: which of the thunks
+INDICES = 1  # of the users of a resource: indices of thunks
 KIND, INFO, CALL, CONDITIONAL, WHILE, COPY, COLLECTIVE, LAST = 1, 2, 3, 4, 10, 12, 18, 22  # of a thunk
 SEQUENCES = {CALL: (1,), CONDITIONAL: (1,), WHILE: (1, 2)}  # of those that run others
 BUFFERS, WRITTEN = 2, 2  # of a collective, and of its buffers
 
 
 def in_order(program: bytes) -> bytes:
-    """Return a program that JAX has serialized for CPUs such that its collectives stay in order."""
+    """Return a serialized CPU program with its collectives in order."""
     header, rest = split_delimited(program)
     executable = {SEQUENCE: lambda content: _sequence(content)[0]}
     return header + edited(rest, {EXECUTABLE: lambda content: edited(content, executable)})
@@ -32,12 +33,12 @@ def in_order(program: bytes) -> bytes:
 @dataclasses.dataclass(frozen=True)
 class _Thunk:
     content: bytes
-    buffer: bytes | None = None  # that a collective in it writes
+    buffer: bytes | None = None  # written by a collective in it
     runs_others: bool = False
 
 
 def _sequence(content: memoryview) -> tuple[bytes, bytes | None]:
-    """Return a sequence in order, and a buffer that a collective in it writes."""
+    """Return a sequence with its collectives in order, and a buffer written by a collective."""
     thunks, places, rest = list[bytes](), list[int](), list[bytes]()
     last = None
     for field, value, as_written in fields(content):
@@ -83,7 +84,7 @@ def _thunk(content: memoryview) -> _Thunk:
 
 
 def _behind(first: bytes, second: bytes) -> bytes:
-    """A call of two copies, each of a buffer onto itself."""
+    """Return a call of two copies, each of a buffer onto itself."""
     copies = [written(COPY, written(1, buffer) + written(2, buffer)) for buffer in (first, second)]
     thunks = [written(THUNK, written(KIND, b"copy") + written(INFO, b"") + each) for each in copies]
     return written(KIND, b"call") + written(INFO, b"") + written(CALL, written(1, b"".join(thunks)))

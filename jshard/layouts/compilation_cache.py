@@ -1,8 +1,6 @@
-"""What JAX's compilation cache keeps of programs for CPU devices: such as stay in order when they are read again.
-
-Else devices wait for one another in two collectives until XLA ends the process after 40 s, or meet in the wrong one
-(docs/design/0003-pretend-devices.md).
-"""
+"""CPU programs in JAX's compilation cache, with their collectives kept in order. Otherwise devices
+wait for each other in two collectives until XLA ends the process after 40 s, or meet in the wrong
+collective (docs/design/0003-pretend-devices.md)."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from jshard.layouts.collective_order import in_order
 
 
 class _InOrder:
-    """An executable as the cache sees it."""
+    """An executable to be cached, with ordered collectives."""
 
     def __init__(self, executable: Any):
         self.executable = executable
@@ -26,7 +24,7 @@ class _InOrder:
 
 
 def keep_in_order() -> None:
-    """Have JAX's compilation cache keep CPU programs such that their collectives are in order when they come back."""
+    """Make JAX's compilation cache keep the collectives of CPU programs in order."""
     write = getattr(compiler, "_cache_write", None)
     if write is None:
         if jax.config.values["jax_compilation_cache_dir"]:

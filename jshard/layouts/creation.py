@@ -1,4 +1,4 @@
-"""Create arrays sharded: no device ever holds more than its part."""
+"""Creation of sharded arrays, with at most a shard on each device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jshard.programs.jaxprs import Jaxpr, bound, closed_over, part_of, run
 def create(
     initializer: Callable[..., jax.Array], key: jax.Array, shape: tuple[int, ...], dtype: Any, layout: Layout
 ) -> jax.Array:
-    """Compute `initializer(key, shape, dtype)` shard by shard: the same bits on every mesh as outside jit on one device."""
+    """Compute `initializer(key, shape, dtype)` by shards, with the bits of one device outside jit."""
     check_shape(shape)
     layout.shard_shape(shape, label="a new array")
     dtype = jax.dtypes.canonicalize_dtype(dtype)
@@ -30,8 +30,8 @@ def create(
 
 
 def create_by(drawn: Callable[[], jax.Array], layout: Layout) -> jax.Array:
-    """Compute `drawn()` shard by shard: the same bits on every mesh as outside jit on one device. Equal layers, which differ in
-    the arrays that `drawn` reads alone, are one program."""
+    """Compute `drawn()` by shards, with the bits of a single device outside jit. Equal layers
+    differ only in the arrays read by `drawn`, and share a program."""
     jaxpr, consts = closed_over(jax.make_jaxpr(drawn)())
     shape = jaxpr.outvars[0].aval.shape
     for factor in _factors(jaxpr):
@@ -47,7 +47,7 @@ def _created(jaxpr: Jaxpr, consts: Sequence[Any], layout: Layout) -> jax.Array:
 
 
 def _factors(jaxpr: Any) -> list[Any]:
-    """Return the arrays that an equation makes and another adds to: XLA for CPUs would round a product and a sum once."""
+    """Return the arrays made by an equation and added by another: XLA for CPUs would round only once."""
     made = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if len(eqn.outvars) == 1 and eqn.outvars[0].aval.ndim}
     added = [v for eqn in jaxpr.eqns if eqn.primitive.name in ("add", "sub") for v in eqn.invars]
     is_factor = lambda v: not hasattr(v, "val") and v in made and jnp.issubdtype(v.aval.dtype, jnp.inexact)
@@ -55,21 +55,21 @@ def _factors(jaxpr: Any) -> list[Any]:
 
 
 def check_shape(shape: tuple[int, ...]) -> None:
-    """Refuse what is no shape: 16.0 equals 16, and would be taken for it, in either direction, by every cache."""
+    """Raise an error for sizes such as 16.0: it equals 16, so every cache would mix them up."""
     if not all(isinstance(size, int | np.integer) and size >= 0 for size in shape):
         raise JShardError(f"a new array has the shape {shape}", hint="give it whole numbers")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Drawing:
-    """A program that draws an array; equal to others that do the same with other constants."""
+    """A program that draws an array; equal to programs with other constants."""
 
     identity: Any
     jaxpr: Any = dataclasses.field(compare=False)
 
 
 def _identity(jaxpr: Jaxpr) -> Any:
-    """Return what two programs have in common that differ in their constants alone."""
+    """Return an identity for programs, equal for programs with different constants."""
     numbers: dict[Any, int] = {}
 
     def name(atom: Any) -> Any:
@@ -79,9 +79,8 @@ def _identity(jaxpr: Jaxpr) -> Any:
 
     each = lambda eqn: (*map(name, eqn.invars), *map(name, eqn.outvars))
     inputs = tuple((name(variable), variable.aval) for variable in jaxpr.invars)
-    known = lambda value: (
-        value if is_hashable(value) else (type(value), id(value))
-    )  # the program that is compiled holds it
+    # An id stays unique: the compiled program keeps its object alive.
+    known = lambda value: value if is_hashable(value) else (type(value), id(value))
     equations = tuple((eqn.primitive, tuple(map(known, eqn.params.values())), *each(eqn)) for eqn in jaxpr.eqns)
     return inputs, equations, *map(name, jaxpr.outvars)
 
@@ -89,21 +88,20 @@ def _identity(jaxpr: Jaxpr) -> Any:
 def is_hashable(value: object) -> bool:
     try:
         hash(value)
-    except TypeError:  # Python's only way to ask
+    except TypeError:
         return False
     return True
 
 
 def typed_as(created: object, sharding: NamedSharding) -> Any:
-    """What a jit with these `out_shardings` made, on an explicit mesh with the layout in its type, which a traced jit
-    leaves out."""
+    """Add the layout to the type of a new array on an explicit mesh; a traced jit leaves it out."""
     traced = isinstance(created, Tracer) and is_explicit(sharding.mesh)
     return jax.sharding.reshard(created, sharding) if traced else created
 
 
 @functools.lru_cache(maxsize=1024)
 def _compiled_creation(drawing: _Drawing, layout: Layout) -> Any:
-    # On absent devices nothing is made, and vmap takes no out_shardings there: the type that follows says the same.
+    # Absent devices make nothing, and vmap takes no out_shardings there: `typed_as` adds the layout.
     absent = isinstance(layout.mesh, AbstractMesh)
 
     def creation(*consts: object) -> jax.Array:
@@ -114,13 +112,13 @@ def _compiled_creation(drawing: _Drawing, layout: Layout) -> Any:
     return jax.jit(creation, out_shardings=None if absent else layout.sharding)
 
 
-NARROW = 8  # XLA's CPU loops over fewer numbers round erf_inv in another way (docs/design/0005-layers.md)
+NARROW = 8  # XLA's CPU loops over fewer numbers round erf_inv differently (docs/design/0005-layers.md)
 SMALL = 2**18  # numbers: a mebibyte of float32
 
 
 def _moved_from_rows(created: jax.Array, layout: Layout) -> jax.Array:
-    """Draw with the last axis not split: the mesh axes that split it split rows instead, and then move back. Rows that don't
-    divide are padded, as XLA pads them when it draws."""
+    """Draw with a whole last axis: its mesh axes split rows first, and then move back. Rows are
+    padded to a divisible number, as XLA does when it draws."""
     mesh, *rows, last = with_axis_types(layout.mesh, "auto"), *layout.axes
 
     def constrained(array: jax.Array, *axes: tuple[str, ...]) -> jax.Array:
@@ -129,10 +127,10 @@ def _moved_from_rows(created: jax.Array, layout: Layout) -> jax.Array:
     def left_over(axis: int) -> int:
         return -created.shape[axis] % (layout.ways(axis) * layout.ways(-1))
 
-    if created.shape[-1] < NARROW:  # how these are rounded hangs on the number of rows too
+    if created.shape[-1] < NARROW:  # their rounding depends on the number of rows too
         return constrained(created) if created.size <= SMALL else created
     axes = [axis for axis in range(created.ndim - 1) if not left_over(axis) or not rows[axis]]
-    if not axes:  # no rows, or every row axis is split already, into parts that can't be split again
+    if not axes:  # no rows, or no further split of them
         return constrained(created, *rows, ())
     axis = min(axes, key=left_over)
     drawn = [(*names, *last) if at == axis else names for at, names in enumerate(rows)]
@@ -142,8 +140,8 @@ def _moved_from_rows(created: jax.Array, layout: Layout) -> jax.Array:
 
 
 def _step_by_step(jaxpr: Jaxpr, xs: Sequence[Any]) -> list[Any]:
-    """Run a jaxpr, each operation rounded as when it runs alone: compiled as a whole, XLA would fold constants together and
-    draw numbers that differ in the last bit from what Flax draws."""
+    """Run a jaxpr with every operation rounded as if it ran alone. XLA would fold constants of a
+    whole program, and draw numbers with another last bit than Flax."""
     apart = jax.lax.optimization_barrier
     return run(
         jaxpr,

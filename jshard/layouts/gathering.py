@@ -1,4 +1,4 @@
-"""Gather an array from the devices of all processes to their hosts, or to one; and put one on devices."""
+"""Gathering of arrays from the devices of all processes to hosts, and placing them on devices."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from jshard.programs.jaxprs import Shaped
 
 
 def gather(x: object, *, root: int | None = None) -> Any:
-    """Gather an array to numpy on the host of every process; with `root`, on that process only, and `None` on the others.
+    """Gather an array to numpy on the host of every process, or only of `root`: the others return
+    `None`.
 
-    Every process calls it; nothing is gathered on a device, and what is not wanted is not received. Its gradient is
-    scatter. Inside jit, where there is no host, it is `redistribute` to whole. What is on the host already stays as it is.
+    Every process calls it. Nothing is gathered on a device, and a process receives only what it
+    returns. Its gradient is scatter. Inside jit, where there is no host, it is `redistribute` to a
+    whole array. An array on the host stays as it is.
     """
     x = as_array(x, label="jshard.gather")
     if not isinstance(x, jax.Array):
@@ -36,7 +38,7 @@ def gather(x: object, *, root: int | None = None) -> Any:
         return _gather(x, root)
     if root is not None and jax.process_count() >= 2:
         raise JShardError(
-            "jshard.gather to one root can't be differentiated or compiled, as the others would have nothing to go on with",
+            "jshard.gather to one root can't be differentiated or compiled, as the other processes would have no result",
             hint="use jshard.gather(x), without root",
         )
     return _differentiable(x)
@@ -57,7 +59,7 @@ def _gather(x: jax.Array, root: int | None) -> np.ndarray | None:
     wanted = [root] if root is not None else list(range(jax.process_count()))
     parcels: list[Parcel] = []
     for box, having in holders(boxes_of(x.sharding, x.shape)).items():
-        parcels += parcels_of(box, having if shared else wanted, wanted)  # else each has its own
+        parcels += parcels_of(box, having if shared else wanted, wanted)  # else each process has its own array
     full = np.empty(x.shape, x.dtype) if me in wanted else None
 
     def keep(block: Box, words: object) -> None:
@@ -71,7 +73,7 @@ def _gather(x: jax.Array, root: int | None) -> np.ndarray | None:
 
 
 def check_root(op_name: str, root: int | None) -> None:
-    """An error when there is no process `root`."""
+    """Raise an error if there is no process `root`."""
     count = jax.process_count()
     if root is not None and root not in range(count):
         there = "there is one process" if count < 2 else f"there are {count} processes"
@@ -107,11 +109,11 @@ def _bwd(sharding: jax.sharding.Sharding, cotangent: object) -> tuple[Any]:
 _differentiable.defvjp(_fwd, lambda bwd, cotangent: bwd(cotangent))
 
 
-# -- arrays that every process has, to devices and back --
+# -- arrays known to every process, to devices and back --
 
 
 def put(array: Any, where: NamedSharding) -> jax.Array:
-    """Place an array that every process has; each gives its own devices their part."""
+    """Place an array known to every process; each process fills the shards of its own devices."""
     if where.is_fully_addressable:
         return jax.device_put(array, where)
     if (keys := kind(array)) is not None:
@@ -121,7 +123,7 @@ def put(array: Any, where: NamedSharding) -> jax.Array:
 
 
 def on_host(array: object) -> np.ndarray:
-    """Return the array as numpy; all processes call it where it lies on devices of several."""
+    """Return the array as numpy; for an array on several processes, all of them call this."""
     if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         return gather(array)
     return np.asarray(array)
@@ -132,17 +134,17 @@ def canonical(array: np.ndarray) -> np.ndarray:
 
 
 def raw(array: jax.Array | np.ndarray) -> Any:
-    """A key of random numbers as the numbers that it is made of; other arrays as they are."""
+    """Return the numbers of a random key; return other arrays as they are."""
     return jax.random.key_data(array) if is_key(array) else array
 
 
 def kind(array: jax.Array) -> str | None:
-    """How a key of random numbers makes them; None for other arrays."""
+    """Return the implementation of a random key; None for other arrays."""
     return str(jax.random.key_impl(array)) if is_key(array) else None
 
 
 def typed(plain: jax.Array, kind: str | None) -> jax.Array:
-    """The array that `raw` was made of."""
+    """Return the key made of these numbers, or the numbers themselves without a `kind`."""
     return plain if kind is None else jax.random.wrap_key_data(plain, impl=kind)
 
 

@@ -1,4 +1,4 @@
-"""Parts of arrays as boxes: which device holds which, what two share, and the blocks in which they travel."""
+"""Parts of arrays as boxes: their devices, their overlaps, and their blocks for transfer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from jax.sharding import Sharding
 
-Device = Any  # jax.Device, which type checkers don't take for a type
-Box = tuple[tuple[int, int], ...]  # for each axis where it begins and where it ends
+Device = Any  # jax.Device: type checkers don't accept it as a type
+Box = tuple[tuple[int, int], ...]  # begin and end of each axis
 
 BLOCK = 2**20  # bytes; larger ones took more memory and little less time (docs/scatter.md)
 
 
 def boxes_of(sharding: Sharding, shape: Sequence[int]) -> dict[Device, Box]:
-    """Which part of an array each device holds, those of other processes too."""
+    """Return each device's part of an array, for devices of all processes."""
     places = sharding.devices_indices_map(tuple(shape))
     return {
         device: tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
@@ -25,7 +25,7 @@ def boxes_of(sharding: Sharding, shape: Sequence[int]) -> dict[Device, Box]:
 
 
 def holders(boxes: dict[Device, Box]) -> dict[Box, tuple[int, ...]]:
-    """The different parts, in the order of the devices, each with the processes that hold it."""
+    """Return the distinct parts in device order, with the processes of each."""
     found: dict[Box, set[int]] = {}
     for device, box in boxes.items():
         found.setdefault(box, set()).add(device.process_index)
@@ -33,30 +33,30 @@ def holders(boxes: dict[Device, Box]) -> dict[Box, tuple[int, ...]]:
 
 
 def lengths(box: Box) -> tuple[int, ...]:
-    """The shape of a part."""
+    """Return the shape of a part."""
     return tuple(end - begin for begin, end in box)
 
 
 def index(box: Box, origin: Box | None = None) -> tuple[slice, ...]:
-    """A part as an index into the whole, or into the part `origin` around it."""
+    """Return a part as an index into the whole array, or into the part `origin` around it."""
     offsets = [begin for begin, _ in origin] if origin is not None else [0] * len(box)
     return tuple(slice(begin - offset, end - offset) for (begin, end), offset in zip(box, offsets, strict=True))
 
 
 def is_inside(inner: Box, outer: Box) -> bool:
-    """Whether a part lies in another."""
+    """Return whether a part is inside another."""
     return all(low <= begin and end <= high for (begin, end), (low, high) in zip(inner, outer, strict=True))
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two parts share, if anything."""
+    """Return the common part of two parts, or None."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(begin < end for begin, end in both) else None
 
 
 def blocks(box: Box, itemsize: int) -> Iterator[Box]:
-    """The part in blocks of at most `BLOCK` bytes, all of one shape, so that one program serves them: the last ones overlap
-    those before. Of an array with no numbers there is none."""
+    """Yield a part in blocks of at most `BLOCK` bytes; yield none for an array without numbers. All
+    blocks have one shape, to share a program: the last blocks overlap earlier blocks."""
     sizes = list(lengths(box))
     if 0 in sizes:
         return
@@ -72,6 +72,6 @@ def blocks(box: Box, itemsize: int) -> Iterator[Box]:
 
 
 def word_count(block: Box, itemsize: int) -> int:
-    """How many words of 32 bits a block travels as: a power of two, so that few programs serve all shapes and dtypes."""
+    """Return the number of 32-bit words of a block: a power of two, to share programs between shapes."""
     words = -(-math.prod(lengths(block)) * itemsize // 4)
     return max(256, 1 << (words - 1).bit_length())

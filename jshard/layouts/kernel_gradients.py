@@ -1,8 +1,8 @@
-"""Gradients of kernels that XLA for CPUs computes without copies.
+"""Gradients of kernels without copies, for XLA on CPUs.
 
-JAX writes the gradient of `w` in `x @ w` as the transpose of `g^T x`. XLA for CPUs takes that transpose into the product: it
-writes `g` anew, transposed, number by number, and multiplies by its slower library. `x^T g` is the same float32 sums in half
-the time (docs/design/0006-speed.md).
+JAX writes the gradient of `w` in `x @ w` as the transpose of `g^T x`. XLA for CPUs folds this
+transpose into the product: it writes a transposed copy of `g`, number by number, and multiplies by
+its slower library. `x^T g` is the same float32 sums in half the time (docs/design/0006-speed.md).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ KNOWN = {"stablehlo.transpose": {"permutation"}, "stablehlo.dot_general": {"dot_
 
 
 def turn_products(operation: Any) -> None:
-    """Where a program transposes a product that nothing else uses, and the product of the operands the other way round has that
-    order, write that one."""
+    """Replace the transpose of a product, not used elsewhere, by the product with swapped operands."""
     if not _is_plain(operation, "stablehlo.transpose"):
         return
     product = operation.operands[0].owner
@@ -49,7 +48,7 @@ def turn_products(operation: Any) -> None:
 
 
 def _is_plain(operation: Any, name: str) -> bool:
-    """Whether an operation is this one, and says nothing but what this module knows of."""
+    """Return whether an operation has this name, and only attributes known to this module."""
     if getattr(operation, "name", "") != name:  # a block's argument has none
         return False
     return {getattr(each, "name", each) for each in operation.attributes} <= KNOWN[name]

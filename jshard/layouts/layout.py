@@ -1,4 +1,4 @@
-"""How one array lies on a mesh: for every axis of the array, the mesh axes that split it."""
+"""The layout of an array on a mesh: for every axis of the array, the mesh axes to split it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MeshAxes = str | Sequence[str] | None
 
 
 def as_axes(mesh_axes: MeshAxes) -> tuple[str, ...]:
-    """`None`, a name or names, as a tuple of names."""
+    """Return `None`, a name or names as a tuple of names."""
     if mesh_axes is None:
         return ()
     return (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
 
 
 class Layout:
-    """`Layout(mesh, "data", None, ("tensor", "seq"))`: axis 0 over data, 1 whole, 2 over tensor and seq, major first."""
+    """`Layout(mesh, "data", None, ("tensor", "seq"))`: axis 0 over data, 1 whole, 2 over tensor and seq."""
 
     __slots__ = ("axes", "mesh")
 
@@ -76,15 +76,15 @@ class Layout:
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """Every mesh axis that splits this array."""
+        """All mesh axes of this layout."""
         return tuple(name for names in self.axes for name in names)
 
     def ways(self, axis: int) -> int:
-        """Into how many parts `axis` is split."""
+        """Return the number of parts of `axis`."""
         return math.prod(self.mesh.shape[name] for name in self.axes[axis])
 
     def with_axis(self, axis: int, mesh_axes: MeshAxes) -> Layout:
-        """The same, but `axis` lies over `mesh_axes`."""
+        """Return the layout with `axis` over `mesh_axes`."""
         axes = list(self.axes)
         axes[axis] = as_axes(mesh_axes)
         return Layout(self.mesh, *axes)
@@ -92,16 +92,17 @@ class Layout:
     def spare_axis(
         self, mesh_axes: MeshAxes = None, shape: Sequence[int] | None = None, keep: Collection[int] = ()
     ) -> int:
-        """The axis to split further, of those not in `keep`: the first that is whole, else the first. Of an array of this shape
-        the first of them that divides over these mesh axes too, if one does."""
+        """Return the axis to split further, outside `keep`: the first whole axis, else the first
+        axis. Given a shape, return the first of them divisible over these mesh axes too, if there
+        is one."""
         ways = math.prod(self.mesh.shape[name] for name in as_axes(mesh_axes))
         axes = sorted((axis for axis in range(self.rank) if axis not in keep), key=lambda axis: bool(self.axes[axis]))
         divides = (axis for axis in axes if shape is None or not shape[axis] % (self.ways(axis) * ways))
         return next(divides, axes[0])
 
     def also_over(self, mesh_axes: MeshAxes, shape: Sequence[int] | None = None, keep: Collection[int] = ()) -> Layout:
-        """Return the layout split over these mesh axes too, along the spare axis. A number stays whole; so does an array of
-        this shape over each mesh axis that divides none of its axes."""
+        """Return the layout split over these mesh axes too, along the spare axis. A number stays
+        whole. Given a shape, a mesh axis is left out if it divides no axis."""
         names = as_axes(mesh_axes)
         if not names or self.rank <= len(keep):
             return self
@@ -113,7 +114,7 @@ class Layout:
         return functools.reduce(lambda layout, name: layout.also_over(name, shape, keep), one_by_one, self)
 
     def shard_shape(self, shape: Sequence[int], *, label: str = "a layout") -> tuple[int, ...]:
-        """The shape of one device's part; an error when the rank is another or a size does not divide."""
+        """Return the shape of a shard; raise an error if the rank differs or a size does not divide."""
         if len(shape) != self.rank:
             raise JShardError(
                 f"{label} lays out {self.rank} axes, but the array {tuple(shape)} has {len(shape)}",
@@ -125,13 +126,13 @@ class Layout:
 
     @classmethod
     def from_sharding(cls, sharding: NamedSharding, rank: int) -> Layout:
-        """The layout that it gives to an array of this rank."""
+        """Return the layout of an array of this rank under a sharding."""
         mesh: Any = sharding.mesh
         return cls(mesh, *sharding.spec, *(None,) * (rank - len(sharding.spec)))
 
     @classmethod
     def of(cls, x: object) -> Layout | None:
-        """Return where `x` lies, if known: from its type on an explicit mesh, else from itself."""
+        """Return the layout of `x`, if known: from its type on an explicit mesh, else from its sharding."""
         if isinstance(x, jax.ShapeDtypeStruct):
             return cls.from_sharding(x.sharding, x.ndim) if isinstance(x.sharding, NamedSharding) else None
         typed = jax.typeof(x).sharding
@@ -147,10 +148,9 @@ Placement = Layout | NamedSharding | PartitionSpec
 
 
 def as_layout(where: Placement, rank: int | None, *, label: str, beside: Layout | None = None) -> Layout:
-    """`where` as the layout of an array of this rank, or with None of as many axes as it names.
-
-    A `PartitionSpec` is over the mesh of `jax.set_mesh`, else of the loaded configuration, else of the layout `beside`.
-    """
+    """Return `where` as the layout of an array of this rank, or for rank None, of the axes it
+    names. A `PartitionSpec` means the mesh of `jax.set_mesh`, else of the loaded configuration,
+    else of the layout `beside`."""
     if isinstance(where, Layout):
         return where
     spec, mesh = getattr(where, "spec", where), getattr(where, "mesh", None)
@@ -161,18 +161,18 @@ def as_layout(where: Placement, rank: int | None, *, label: str, beside: Layout 
         )
     if spec.unreduced or spec.reduced or PartitionSpec.UNCONSTRAINED in spec:
         raise JShardError(
-            f"{label} was given {spec}, which does not say where each axis lies",
+            f"{label} was given {spec}, which leaves the layout of an axis open",
             hint="name a mesh axis or None for each axis",
         )
     if "host" in (kind := getattr(where, "memory_kind", None) or ""):
         raise JShardError(
-            f"{label} was given a sharding in {kind}, and lays arrays out in the memory of devices",
+            f"{label} was given a sharding in {kind}, but places arrays in the memory of devices",
             hint="use jshard.place(x, jax.memory.Space.Host)",
         )
     mesh = mesh or present_mesh() or (beside and beside.mesh)
     if mesh is None:
         raise JShardError(
-            f"{label} was given {spec}, and no mesh is set or loaded that it could mean",
+            f"{label} was given {spec}, but no mesh is set or loaded",
             hint=f"give it jax.NamedSharding(mesh, {spec}), or call jshard.load first",
         )
     return Layout(mesh, *spec, *(None,) * ((rank or len(spec)) - len(spec)))
@@ -181,7 +181,7 @@ def as_layout(where: Placement, rank: int | None, *, label: str, beside: Layout 
 def check_divides(
     size: int, mesh_axes: Sequence[str], mesh: Mesh, *, label: str, what: str, otherwise: str = "pad"
 ) -> None:
-    """An error with the nearest sizes that do when `size` does not divide over `mesh_axes`."""
+    """Raise an error with the nearest valid sizes if `size` does not divide over `mesh_axes`."""
     ways = math.prod(mesh.shape[name] for name in mesh_axes)
     if not size % ways:
         return

@@ -1,4 +1,4 @@
-"""Device meshes: built from names and sizes, and slices of them by device number."""
+"""Device meshes built from names and sizes, and parts of them by device number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jshard.errors import JShardError
 from jshard.layouts.before_compiling import change_programs
 from jshard.layouts.compilation_cache import keep_in_order
 
-# What gives the mesh of the loaded configuration, if there is one: set by jshard.signals, which knows configurations.
+# Returns the mesh of the loaded configuration, if any: set by jshard.signals.
 loaded_mesh: Callable[[], Mesh | AbstractMesh | None] = lambda: None
 keep_in_order()
 change_programs()
@@ -26,10 +26,11 @@ AXIS_TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 def build_mesh(
     sizes: Mapping[str, int], *, axis_types: str = "explicit", label: str = "the mesh", across: Sequence[str] = ()
 ) -> Mesh:
-    """A mesh whose device order is JAX's device order. One size may be -1: all that is left. `label` opens the errors. `across`
-    are the mesh axes that cross slices: the first ones, as the devices of a slice come before those of the next."""
+    """Return a mesh in JAX's device order. One size may be -1, for all remaining devices. `label`
+    begins the errors. `across` are the mesh axes across slices: they come first, as the devices of
+    a slice come before those of the next."""
     present = jax.devices()
-    if across and all(hasattr(device, "slice_index") for device in present):  # pretended ones are in no slice
+    if across and all(hasattr(device, "slice_index") for device in present):  # pretend devices have none
         present = sorted(present, key=lambda device: device.slice_index)
     for name, size in sizes.items():
         if size < 1 and size != -1:
@@ -59,8 +60,8 @@ def build_mesh(
 
 
 def check_slices(devices: Sequence[Any], sizes: Mapping[str, int], across: Sequence[str], label: str) -> None:
-    """Raise unless the mesh axes `across`, and no others, cross the slices that real devices are in; pretended ones are in
-    none. GPUs are in slices too, of which a mesh may know nothing."""
+    """Raise an error unless exactly the mesh axes `across` cross the slices of real devices.
+    Pretend devices are in no slice. GPUs are in slices too, but their mesh need not name them."""
     if devices[0].platform == "cpu" or (devices[0].platform != "tpu" and not across):
         return
     number = [device.slice_index for device in devices]
@@ -79,18 +80,18 @@ def check_slices(devices: Sequence[Any], sizes: Mapping[str, int], across: Seque
 
 
 def present_mesh() -> Any:
-    """The mesh of `jax.set_mesh`, else of the loaded configuration, else None."""
+    """Return the mesh of `jax.set_mesh`, else of the loaded configuration, else None."""
     here = jax.sharding.get_abstract_mesh()
     if here.empty:
         return loaded_mesh()
     try:
         return jax.sharding.get_mesh()
-    except ValueError:  # while something is traced, where a mesh without its devices does; JAX's only way to say so
+    except ValueError:  # JAX raises it in a trace, where an abstract mesh is enough
         return here
 
 
 def in_place_of_set(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[Any]:
-    """`mesh` as the mesh of `jax.set_mesh`, where one is set and nothing is being traced."""
+    """Replace the mesh of `jax.set_mesh` by `mesh` inside, unless none is set or a trace is running."""
     here = jax.sharding.get_abstract_mesh()
     if here.empty or present_mesh() is here or not isinstance(mesh, Mesh):
         return contextlib.nullcontext()
@@ -98,29 +99,30 @@ def in_place_of_set(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextMana
 
 
 def check_in_use(mesh: Mesh | AbstractMesh) -> None:
-    """Raise where `jax.set_mesh` has set another mesh than a program over `mesh` needs."""
+    """Raise an error if the mesh of `jax.set_mesh` is not the mesh of a program over `mesh`."""
     here = jax.sharding.get_abstract_mesh()
     if here.empty or here.manual_axes or (here.shape, here.axis_types) == (mesh.shape, mesh.axis_types):
         return
     raise JShardError(
         f"jax.set_mesh has set the mesh {sizes_of(here)}, and this program is over the mesh {sizes_of(mesh)}",
-        hint="leave jax.set_mesh away, or write jax.set_mesh(jshard.mesh())",
+        hint="remove jax.set_mesh, or write jax.set_mesh(jshard.mesh())",
     )
 
 
 def sizes_of(mesh: Mesh | AbstractMesh) -> str:
-    """`{data: 2, tensor: 4}`"""
+    """Return the axes of a mesh with their sizes: `{data: 2, tensor: 4}`."""
     return f"{{{', '.join(f'{name}: {size}' for name, size in mesh.shape.items())}}}"
 
 
 def workers_mesh(mesh: Mesh, workers: Sequence[int] | None, *, label: str) -> tuple[Mesh, tuple[str, ...]]:
-    """The slice of `mesh` that holds these device numbers, and the mesh axes that span it: `mesh` itself when it is whole.
-    A slice is for programs that run outside jit, where types of arrays are no help: its axes are Auto."""
+    """Return the part of `mesh` with these device numbers, and its mesh axes; for all devices,
+    `mesh` itself. A part is for programs outside jit, where types carry no layout: its axes are
+    Auto."""
     if workers is None or list(workers) == list(range(mesh.size)):
         return mesh, tuple(mesh.axis_names)
     if isinstance(mesh, AbstractMesh):
         raise JShardError(
-            f"{label} names workers, whose slice is a mesh of its own, and the devices of this mesh are not here",
+            f"{label} names workers, which need the devices of a mesh, and the devices of this mesh are not here",
             hint="name a mesh axis instead: shard: {axis: 0, mesh: data}",
         )
     flat = list(mesh.devices.flat)
@@ -135,7 +137,7 @@ def workers_mesh(mesh: Mesh, workers: Sequence[int] | None, *, label: str) -> tu
 
 
 def homes_of(arrays: Iterable[Any], full: object) -> list[Any]:
-    """Find a mesh for each set of devices that some of the arrays are on: `full` for its own, and where no array has any."""
+    """Return a mesh for each set of devices with an array: `full` for its own devices, or without any."""
     known = {tuple(full.devices.flat): full} if isinstance(full, Mesh) else {}
     found: dict[Any, Any] = {}
     for array in arrays:
@@ -147,12 +149,12 @@ def homes_of(arrays: Iterable[Any], full: object) -> list[Any]:
 
 
 def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether an array's layout on this mesh is part of its type."""
+    """Return whether an array's layout on this mesh is part of its type."""
     return all(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
 def with_axis_types(mesh: Mesh, axis_types: str) -> Mesh:
-    """Give a mesh "explicit" axes, where an array's layout is part of its type, or "auto" ones, left to the compiler."""
+    """Return a mesh with "explicit" axes, for layouts in types, or "auto" axes, for the compiler."""
     kinds = (AXIS_TYPES[axis_types],) * len(mesh.axis_names)
     if mesh.axis_types == kinds:
         return mesh
@@ -160,5 +162,5 @@ def with_axis_types(mesh: Mesh, axis_types: str) -> Mesh:
 
 
 def absent_mesh(sizes: Mapping[str, int], *, axis_types: str = "explicit") -> Any:
-    """A mesh of devices that need not be here: programs are traced over it, and none runs. No size is -1."""
+    """Return a mesh of absent devices, for programs to be traced and not run. No size is -1."""
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AXIS_TYPES[axis_types],) * len(sizes))

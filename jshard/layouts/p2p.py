@@ -1,5 +1,6 @@
-"""Parts of an array on their way between processes, a bounded block at a time: through one device of each process, by
-collective-permutes, which every backend has. Nothing listens, nothing is pickled."""
+"""Transfers of array parts between processes, in blocks of bounded size. A block goes through one
+device of each process, by collective-permutes, available on every backend. Nothing listens on a
+port, and nothing is pickled."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ from jshard.layouts.index_ranges import Box, Device, blocks, word_count
 from jshard.layouts.layout import Layout
 from jshard.runs import events
 
-Where = Sharding | str  # words for what is no device: the host of process 0
-EVERYONE = ("tpu",)  # where all processes take part in all programs: others let two talk while the rest goes on
-NOTE = 4096  # bytes of what a process says of its call
+Where = Sharding | str  # or words: the host of process 0
+EVERYONE = ("tpu",)  # platforms with all processes in every program: others run transfers of two processes
+NOTE = 4096  # bytes of a process's note on its call
 
 
 @dataclasses.dataclass(frozen=True)
 class Parcel:
-    """A part that process `source` has and the processes `targets` want."""
+    """A part on process `source`, wanted by the processes `targets`."""
 
     box: Box
     source: int
@@ -38,7 +39,7 @@ class Parcel:
 
 
 def parcels_of(box: Box, having: Sequence[int], wanting: Sequence[int]) -> Iterator[Parcel]:
-    """A part as parcels, from the processes that have it to those that want it; what this process has stays with it."""
+    """Yield a part as parcels, from a process with it to the processes without it. A local part stays."""
     targets = tuple(process for process in wanting if process not in having)
     if targets:
         yield Parcel(box, having[0], targets)
@@ -48,13 +49,13 @@ def parcels_of(box: Box, having: Sequence[int], wanting: Sequence[int]) -> Itera
 
 
 def without_mesh() -> Any:
-    """A context in which programs of single devices run, whatever mesh the user has set: `with without_mesh():`."""
+    """Return a context without the user's mesh, for programs of single devices: `with without_mesh():`."""
     return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 @functools.lru_cache
 def doors_of(platform: str) -> Mesh:
-    """The first device of each process, in the order of the processes: mesh index is process index."""
+    """Return a mesh of the first device of each process: its mesh index is the process index."""
     first: dict[int, Device] = {}
     for device in jax.devices(platform):
         first.setdefault(device.process_index, device)
@@ -68,9 +69,9 @@ def carry(
     take: Callable[[Box], Any],
     keep: Callable[[Box, Any], None],
 ) -> None:
-    """Takes each parcel, block by block, at its source, and keeps it there and at its targets. `take` gives a block as
-    words and `keep` gets it so. All processes call it with the same parcels, but for those without targets, which stay
-    where they are."""
+    """Send each parcel block by block, and keep it at its source and its targets. `take` returns a
+    block as words, and `keep` stores a block given as words. All processes call it with the same
+    parcels, except for parcels without targets, which stay in place."""
     me, parcels = jax.process_index(), list(parcels)
     everyone = doors.devices.flat[0].platform in EVERYONE
     nothing: dict[int, jax.Array] = {}
@@ -88,7 +89,7 @@ def carry(
                 arrived = program(_at_doors(nothing[count] if words is None else words, mesh))
                 if me in parcel.targets:
                     words = arrived.addressable_data(0)
-                going = [*going[-1:], arrived]  # the next block is made ready while one is going, and no more
+                going = [*going[-1:], arrived]  # prepare at most the next block meanwhile
                 jax.block_until_ready(going[0])
             if words is not None:
                 keep(block, words)
@@ -102,8 +103,7 @@ def _at_doors(mine: Any, doors: Mesh) -> jax.Array:
 
 @functools.lru_cache(maxsize=4096)
 def _sending(doors: Mesh, source: int, targets: tuple[int, ...], *, everyone: bool) -> tuple[Any, Mesh]:
-    """From one to several, each that has it sending it on: as many rounds as it takes to double up to all. The program, and
-    the doors that take part in it."""
+    """Return a program from a source to targets, and its mesh. Receivers send on, so senders double."""
     processes = list(range(doors.size)) if everyone else [source, *targets]
     mesh = Mesh(doors.devices[processes], doors.axis_names, axis_types=doors.axis_types)
     source, targets = processes.index(source), tuple(map(processes.index, targets))
@@ -123,7 +123,7 @@ def _sending(doors: Mesh, source: int, targets: tuple[int, ...], *, everyone: bo
 
 
 def tell(doors: Mesh, call: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each process says of the call it makes, told to all of them."""
+    """Exchange notes on a call: every process receives the notes of all."""
     if doors.size < 2:
         return [call]
     note = json.dumps(call).encode()
@@ -133,8 +133,8 @@ def tell(doors: Mesh, call: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_shared(op_name: str, x: jax.Array, to: str, doors: Mesh) -> bool:
-    """Whether `x` is one array of all processes, and not one of its own in each; an error when it is neither, or when it
-    goes elsewhere `to` on one of them."""
+    """Return whether `x` is a single array of all processes, and not an array of each process.
+    Raise an error if it is neither, or if the destination `to` differs between processes."""
     if doors.size < 2:
         return True
     what = f"{x.dtype}{list(x.shape)} on {listed(x.sharding.device_set)}"
@@ -151,14 +151,14 @@ def is_shared(op_name: str, x: jax.Array, to: str, doors: Mesh) -> bool:
 
 
 def numbers_of(devices: Iterable[Device]) -> list[int]:
-    """The numbers of devices in `jax.devices()`: of a set in ascending order, else in that given."""
+    """Return the numbers of devices in `jax.devices()`: ascending for a set, else in the given order."""
     ordered = sorted(devices, key=lambda device: device.id) if isinstance(devices, Set) else list(devices)
     number = {device: number for number, device in enumerate(jax.devices(ordered[0].platform))}
     return [number[device] for device in ordered]
 
 
 def listed(devices: Iterable[Device]) -> str:
-    """Devices by number, in a few words that differ when they do."""
+    """Return device numbers in a few words, different for different devices."""
     numbers = numbers_of(devices)
     if numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"devices {numbers[0]} to {numbers[-1]}" if numbers[1:] else f"device {numbers[0]}"
@@ -177,13 +177,14 @@ def _telling(doors: Mesh) -> Any:
     return jax.jit(jax.shard_map(telling, mesh=doors, in_specs=PartitionSpec("process"), out_specs=PartitionSpec()))
 
 
-# -- what has been moved outside a program, as an event: told only where somebody listens --
+# -- events of transfers outside a program, only if somebody listens --
 
 
 def moved(
     op_name: str, shape: Sequence[int], dtype: Any, source: Where, target: Where, *, by: str = "", moves: Sequence[str] = ()
 ) -> None:  # fmt: skip
-    """`by` is the signal that asked, `moves` the collectives and slices, where it takes any; `bytes` are the whole array's."""
+    """Send the event of a transfer, with the bytes of the whole array. `by` is the signal behind
+    it; `moves` are its collectives and slices."""
     if events.listeners:
         events.tell(
             "moved", op_name=op_name, by=by, moves=list(moves), shape=list(shape), dtype=str(dtype),
@@ -194,12 +195,12 @@ def moved(
 
 
 def where(x: object) -> Where:
-    """The sharding of an array on devices."""
+    """Return the sharding of an array on devices."""
     return x.sharding if isinstance(x, jax.Array) else "the host"
 
 
 def _words(where: Where, rank: int) -> str:
-    """`[data, whole] on {data: 2, tensor: 4}`, and the devices by number unless they are all of their platform."""
+    """Return `[data, whole] on {data: 2, tensor: 4}`, with device numbers if some are unused."""
     if isinstance(where, str):
         return where
     devices = listed(where.device_set)

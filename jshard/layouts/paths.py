@@ -1,4 +1,4 @@
-"""A path of `jax.tree_util.tree_flatten_with_path` in plain words: its keys, numbers and names."""
+"""Paths of `jax.tree_util.tree_flatten_with_path` as plain keys, numbers and names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def key_of(step: object) -> Any:
-    """The key, number or name of one step of a path."""
+    """Return the key, number or name of a step in a path."""
     for attribute in ("key", "idx", "name"):
         if hasattr(step, attribute):
             return getattr(step, attribute)
@@ -15,12 +15,12 @@ def key_of(step: object) -> Any:
 
 
 def keys_of(path: Sequence[Any]) -> tuple[Any, ...]:
-    """Those of all steps; the `value` of a variable is the variable itself, also where it holds a tree."""
+    """Return the keys of a path, without the `value` of a variable, even where it holds a tree."""
     return tuple(key_of(step) for step in path if getattr(step, "name", None) != "value")
 
 
 def slashed(keys: Iterable[Any]) -> str:
-    """The path of an array as `match` claims it: `blocks/attn/q/kernel`."""
+    """Return the path of an array as `match` claims it: `blocks/attn/q/kernel`."""
     return "/".join(map(str, keys))
 
 

@@ -1,4 +1,4 @@
-"""Pretend devices: several CPU devices on a machine that has no accelerator, for trying out a mesh."""
+"""Pretend devices: several CPU devices on a machine without an accelerator, to try out a mesh."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ THREADS_PER_DEVICE = 4
 
 
 def start_no_other_backend() -> None:
-    """Where there is no accelerator, JAX starts the backend of CPUs alone: libtpu would look for a TPU on the network, and
-    CUDA's plugin says for a page what it does not find."""
+    """Start only JAX's CPU backend if there is no accelerator. Otherwise libtpu looks for a TPU on
+    the network, and CUDA's plugin prints a page about its search."""
     if computes_on_cpus() and not os.environ.get("JAX_PLATFORMS"):
         _set_platforms("cpu")
 
@@ -31,7 +31,8 @@ def _set_platforms(platforms: str) -> None:
 
 
 def _may_start() -> bool:
-    """Whether JAX is imported, and so has read the environment, and has no backend yet, and so takes what it is told."""
+    """Return whether JAX is imported and its backends are not started: then it reads its config,
+    but not the environment."""
     if "jax" not in sys.modules:
         return False
     from jax._src.xla_bridge import backends_are_initialized
@@ -40,12 +41,12 @@ def _may_start() -> bool:
 
 
 def pretend(count: int, platforms: str | None = "cpu") -> None:
-    """Makes JAX start with `count` CPU devices. Call it before JAX does anything.
+    """Make JAX start with `count` CPU devices. Call it before JAX does anything.
 
-    With `platforms=None` accelerators stay the default where there are some, and the CPU devices are there beside them;
-    where there are none, no other backend starts: libtpu would look for a TPU on the network. What the user has set in
-    the environment (`PJRT_NPROC`, a larger `JAX_NUM_CPU_DEVICES`) stays as it is. A process that computes on CPUs keeps the
-    memory that it frees. A call that is refused changes nothing.
+    With `platforms=None`, accelerators stay the default if there are any, with CPU devices beside
+    them; otherwise no other backend starts, since libtpu would look for a TPU on the network.
+    Settings in the environment (`PJRT_NPROC`, a larger `JAX_NUM_CPU_DEVICES`) are kept. A process
+    that computes on CPUs keeps the memory it frees. A refused call changes nothing.
     """
     if not isinstance(count, int) or count < 1:
         raise JShardError(f"jshard.pretend was given {count!r}", hint="give it a number of devices: jshard.pretend(8)")
@@ -68,7 +69,7 @@ def pretend(count: int, platforms: str | None = "cpu") -> None:
 
 
 def _check_started(count: int, platforms: str | None) -> None:
-    """Raise when JAX has started with fewer devices, or on another platform."""
+    """Raise an error if JAX has started with fewer devices or on another platform."""
     import jax
 
     there, backend = len(jax.devices("cpu")), jax.default_backend()
@@ -82,19 +83,20 @@ def _check_started(count: int, platforms: str | None) -> None:
         )
 
 
-# Memory that is freed stays with the process. XLA for CPUs takes the memory of a step anew each time. glibc gives what is large
-# back to the system at once, which then hands it out again page by page: that took a third of a step of four processes
-# (docs/design/0015-processes.md). The numbers of mallopt(3), and their values:
+# Freed memory stays with the process. XLA for CPUs allocates the memory of each step again. glibc
+# returns large blocks to the system at once, and gets them back page by page: a third of the time
+# of a step in four processes (docs/design/0015-processes.md). Numbers of mallopt(3), with values:
 SETTINGS = {
-    -4: 0,  # M_MMAP_MAX: nothing is mapped by itself, and so unmapped when it is freed
+    -4: 0,  # M_MMAP_MAX: no block is mapped by itself, to be unmapped when freed
     -1: 2**31 - 1,  # M_TRIM_THRESHOLD: 2 GiB at the heap's end stay
-    -8: 1,  # M_ARENA_MAX: the heaps of further threads hold 64 MiB, and map what is larger by itself
+    -8: 1,  # M_ARENA_MAX: heaps of further threads hold 64 MiB, and map larger blocks by themselves
 }
 
 
 def keep_freed(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process keeps what it frees, from now on: one that computes on CPUs does, on Linux with glibc, unless the
-    user has told malloc something in the environment (`MALLOC_ARENA_MAX`, `GLIBC_TUNABLES` and so on)."""
+    """Make this process keep the memory it frees, and return whether it does. Only a process that
+    computes on CPUs keeps it, on Linux with glibc, and unless the user has tuned malloc in the
+    environment (`MALLOC_ARENA_MAX`, `GLIBC_TUNABLES` and so on)."""
     tuned = "glibc.malloc" in environment.get("GLIBC_TUNABLES", "")
     tuned |= any(name.startswith("MALLOC_") for name in environment)
     if tuned or sys.platform != "linux" or not computes_on_cpus(environment):

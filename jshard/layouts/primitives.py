@@ -1,4 +1,4 @@
-"""The primitives that have a rule, and every parameter of each: read by its rule, or irrelevant to a split, with the reason."""
+"""The primitives with a rule, and their parameters: read by the rule, or irrelevant for a reason."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REFUSED = frozenset(("pallas_call", "shard_map"))
 PLACED = "sharding_constraint reshard mesh_cast"
 PLAIN = "dynamic_update_slice optimization_barrier random_clone"  # no parameters
 
-# Primitives, and the parameters that their rule reads.
+# Primitives, and the parameters read by their rule.
 READ = {
     " ".join(ELEMENTWISE): "",
     " ".join(REDUCTIONS): "axes dimensions",
@@ -77,21 +77,21 @@ READ = {
     "by_hand": "jaxpr rule",
     PLACED: "",
 }
-# Why a parameter has no part in a split; the primitives, and their parameters.
+# Reasons for ignoring parameters in a split; the primitives, and their parameters.
 IRRELEVANT = {
-    "It concerns each number by itself.": {
+    "It acts on each number alone.": {
         " ".join(ELEMENTWISE): "accuracy exponent_bits input_dtype mantissa_bits name new_dtype out_dtype rounding_method "
         "unroll weak_type y",
         "conv_general_dilated dot_general ragged_dot_general": "precision preferred_element_type",
         "argmax argmin": "index_dtype",
     },
-    "It says where an array lies, which the configuration does.": {
+    "It names a layout, and the configuration decides on layouts.": {
         "broadcast_in_dim conv_general_dilated convert_element_type dot_general empty empty2 iota ragged_dot_general reshape "
         + " ".join(REDUCTIONS): "out_sharding sharding memory_space",
         PLACED: "sharding dst_sharding layout context_mesh unconstrained_dims concrete_mesh",
         CALLED: "in_shardings out_shardings in_layouts out_layouts ctx_mesh",
     },
-    "It concerns the axes that stay whole, and is the same for all others.": {
+    "It acts along whole axes, and equally for all others.": {
         "reduce": "computation jaxpr consts",
         CUMULATIVE: "reverse",
         WINDOWED: "window_dilation jaxpr consts select_prim",
@@ -107,18 +107,18 @@ IRRELEVANT = {
     "A device's part of sorted or distinct places is sorted or distinct; the rule drops it where it moves places.": {
         f"gather {' '.join(SCATTERS)}": "indices_are_sorted unique_indices",
     },
-    "It is done alike to each row that is written, on devices that have all rows.": {
+    "It acts equally on each written row, on devices with all rows.": {
         " ".join(SCATTERS): "mode update_jaxpr update_consts",
     },
-    "The shapes say the same.": {"tile": "reps"},
-    "The operation is done on whole arrays.": {
+    "The shapes imply it.": {"tile": "reps"},
+    "The operation runs on whole arrays.": {
         FROM_WHOLE: "_prim bit_width const_lengths dtype impl jaxprs log_space platforms shape",
-        "ragged_dot_general": "group_offset",  # JAX has it done nowhere
+        "ragged_dot_general": "group_offset",  # not implemented in JAX
     },
-    "JAX reads it where the equation is run as it stands.": {
+    "JAX reads it when the equation runs unchanged.": {
         OWN_DERIVATIVES: "bwd fwd_jaxpr_thunk jvp_jaxpr_fun jvp_fun num_consts out_trees symbolic_zeros",
     },
-    "The body is run in the place of its call, in the one program that is compiled.": {
+    "The body runs in place of its call, in the same compiled program.": {
         CALLED: "compiler_options_kvs donated_invars inline keep_unused name transpose_jaxpr",
         "checkpoint remat remat2": "differentiated name",
     },
@@ -138,8 +138,8 @@ PARAMETERS = _told()
 
 
 def unknown_parameters(eqn: Eqn) -> list[str]:
-    """Return the parameters of an equation that no rule reads and no reason covers, as of a newer JAX. Empty where the
-    primitive has no rule, or is refused."""
+    """Return the parameters of an equation without a rule or a reason, as of a newer JAX. Empty for
+    a primitive without a rule, or a refused primitive."""
     known = PARAMETERS.get(eqn.primitive.name)
     return [] if known is None or eqn.params.keys() <= known else sorted(eqn.params.keys() - known)
 

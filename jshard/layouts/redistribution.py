@@ -1,4 +1,4 @@
-"""Moving an array from one layout to another: the only way that data moves, by collectives one can read and count."""
+"""Redistribution of arrays between layouts, only by explicit, countable collectives."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ Axes = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """One step: `slice` splits `axis` over `mesh_axis` (no collective), `all_gather` makes it whole again, and
-    `all_to_all` takes `mesh_axis` from `source` to `axis`, which are one axis for the others."""
+    """A step of a redistribution. `slice` splits `axis` over `mesh_axis`, without a collective.
+    `all_gather` makes it whole again. `all_to_all` moves `mesh_axis` from `source` to `axis`; these
+    are equal for the other kinds."""
 
     kind: str
     mesh_axis: str
@@ -35,14 +36,13 @@ class Move:
 
 
 def plan_moves(source: Axes, target: Axes) -> tuple[Move, ...]:
-    """The steps from one layout to another: slice as early as possible, gather as late, exchange where a mesh axis only
-    changes its array axis."""
+    """Return the moves between layouts: early slices, late gathers, and exchanges between array axes."""
     have = [list(names) for names in source]
     want = [list(names) for names in target]
     moves: list[Move] = []
 
     def beyond(axis: int) -> tuple[list[str], list[str]]:
-        """What each has behind what both begin with."""
+        """Return the rests of both lists after their common start."""
         pairs = zip(have[axis], want[axis], strict=False)
         count = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
         return have[axis][count:], want[axis][count:]
@@ -71,7 +71,8 @@ def plan_moves(source: Axes, target: Axes) -> tuple[Move, ...]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def take_slice(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:
-    """This device's part of an array that is equal on all devices of `mesh_axis`; its gradient is gathered, not summed."""
+    """Return this device's shard of an array equal on all devices of `mesh_axis`; its gradient is
+    gathered, not summed."""
     size = x.shape[axis] // lax.axis_size(mesh_axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(mesh_axis) * size, size, axis)
 
@@ -85,7 +86,7 @@ take_slice.defvjp(
 
 
 def move(x: jax.Array, moves: Sequence[Move]) -> jax.Array:
-    """The steps, on one device's part (inside shard_map)."""
+    """Apply the moves to a device's shard (inside shard_map)."""
     for step in moves:
         match step.kind:
             case "slice":
@@ -100,11 +101,12 @@ def move(x: jax.Array, moves: Sequence[Move]) -> jax.Array:
 def redistribute(
     x: Any, layout: Placement, *, source: Layout | None = None, label: str = "jshard.place"
 ) -> jax.Array:  # fmt: skip
-    """Move an array, a list of numbers or a number to `layout`: a `Layout`, a `NamedSharding`, or a `PartitionSpec` over the
-    mesh that is set or loaded.
+    """Move an array, a list of numbers or a number to `layout`.
 
-    On an explicit mesh, and for arrays at hand, every byte that moves between devices is a collective in the ledger; inside
-    jit on an auto mesh the present layout can't be seen, and the partitioner moves it, unless `source` says it.
+    `layout` is a `Layout`, a `NamedSharding`, or a `PartitionSpec` over the mesh that is set or
+    loaded. On an explicit mesh, and for concrete arrays, every byte moved between devices is a
+    collective in the ledger. Inside jit on an auto mesh, the present layout is unknown and the
+    partitioner moves the array, unless `source` gives the layout.
     """
     x = as_array(x, label=label)
     target = layout if isinstance(layout, Layout) else as_layout(layout, x.ndim, label=label, beside=Layout.of(x))
@@ -113,7 +115,7 @@ def redistribute(
 
 
 def as_array(x: object, *, label: str) -> Any:
-    """An array as it is; numbers, and lists of them, as JAX reads them."""
+    """Return an array as it is; convert numbers and lists of numbers as JAX does."""
     if isinstance(x, jax.Array | np.ndarray) and x.dtype != object:
         return x
     try:
@@ -143,8 +145,8 @@ def _move_traced(x: jax.Array, layout: Layout, source: Layout | None, by: str) -
     present = Layout.of(x)
     if present is not None and present.mesh.shape != layout.mesh.shape:
         raise JShardError(
-            f"{by} brings an array from the mesh {sizes_of(present.mesh)} to the mesh {sizes_of(layout.mesh)}, which one "
-            "compiled program can't",
+            f"{by} moves an array from the mesh {sizes_of(present.mesh)} to the mesh {sizes_of(layout.mesh)}, which no "
+            "compiled program can",
             hint="place it first, outside jax.jit",
         )
     check_in_use(layout.mesh)
@@ -174,5 +176,5 @@ def _compiled_move(source: Layout, target: Layout) -> Any:
 
 
 def replicated(mesh: jax.sharding.Mesh, rank: int) -> Layout:
-    """Whole on every device."""
+    """Return the layout of an array whole on every device."""
     return Layout(mesh, *(None,) * rank)

@@ -1,4 +1,4 @@
-"""Scatter an array from the host of one process to the devices of all."""
+"""Scattering of an array from the host of a process to the devices of all processes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ NARROW = tuple(np.dtype(getattr(jnp, name)) for name in ("int2", "uint2", "int4"
 
 
 def scatter(x: object, layout: Placement, *, root: int = 0, method: str = "scatter") -> jax.Array:
-    """Scatter the array that process `root` has on its host to `layout`: a `Layout`, a `NamedSharding`, or a
-    `PartitionSpec` over the mesh that is set or loaded. The other processes pass `None`.
+    """Scatter an array from the host of process `root` to `layout`; the other processes pass
+    `None`.
 
-    Every process calls it; no process but the root ever holds more than its part and a few blocks of 1 MiB. A file that
-    is mapped (`np.load(..., mmap_mode="r")`) is read as it is sent. `method="broadcast"` sends all of it to everyone,
-    to be sliced there: the same bits for more memory and time. Its gradient is `gather` to the root; where gradients are
-    wanted, the others pass `np.empty(0, dtype)`, not `None`, and get an empty one. Inside jit it is `redistribute`.
+    `layout` is a `Layout`, a `NamedSharding`, or a `PartitionSpec` over the mesh that is set or
+    loaded. Every process calls it; no process but the root ever holds more than its part and a few
+    blocks of 1 MiB. A mapped file (`np.load(..., mmap_mode="r")`) is read while it is sent.
+    `method="broadcast"` sends the whole array to all processes, to be sliced there: the same bits
+    with more memory and time. Its gradient is `gather` to the root: for gradients, the other
+    processes pass `np.empty(0, dtype)`, not `None`, and get an empty gradient. Inside jit it is
+    `redistribute`.
     """
     if isinstance(x, Tracer):
         return _differentiable(x, as_layout(layout, x.ndim, label="jshard.scatter"), root, method)
@@ -42,7 +45,7 @@ def scatter(x: object, layout: Placement, *, root: int = 0, method: str = "scatt
 def _scatter(x: object, layout: Placement, root: int, method: str) -> jax.Array:
     if isinstance(x, Tracer):
         return redistribute(x, layout)
-    if not isinstance(layout, Layout):  # of no rank yet, which only the root knows
+    if not isinstance(layout, Layout):  # only the root knows the rank
         layout = as_layout(layout, None, label="jshard.scatter").sharding
     if isinstance(layout.mesh, AbstractMesh):
         raise JShardError(
@@ -78,7 +81,7 @@ def _moved(x: object, where: Any, root: int, method: str) -> jax.Array:
 def _by_broadcast(
     host: np.ndarray | None, layout: Layout, root: int, shape: tuple[int, ...], dtype: np.dtype
 ) -> jax.Array:
-    """JAX's own broadcast, which adds up zeros: of the bits, as -0.0 + 0.0 is another number."""
+    """Broadcast the bits by JAX's own broadcast: it adds zeros, and -0.0 + 0.0 is another number."""
     from jax.experimental import multihost_utils
 
     size = math.prod(shape) * dtype.itemsize
@@ -91,11 +94,12 @@ def _by_broadcast(
     return jax.make_array_from_callback(shape, layout.sharding, lambda part: full[part].copy(), dtype=dtype)
 
 
-# -- what may be asked: agreed on by all processes first, so that a mistake of one is an error on all and not a hang --
+# -- checks on all processes before a transfer, so that a mistake is an error on all and not a hang --
 
 
 def _agreed(x: object, where: Any, root: int, method: str, doors: Mesh) -> tuple[Layout, tuple[int, ...], np.dtype]:
-    """The layout of this rank, the shape and the dtype; `where` is a Layout, or a NamedSharding of any rank."""
+    """Return the layout of this rank, the shape and the dtype, equal on all processes. `where` is a
+    Layout, or a NamedSharding of any rank."""
     devices = listed(where.mesh.devices.flat)
     call = f'{as_layout(where, None, label="jshard.scatter")!r} of {devices}, root={root!r}, method="{method}"'
     told = tell(doors, {"call": call[:1000], "gave": _described(x)})
@@ -130,7 +134,7 @@ def _agreed(x: object, where: Any, root: int, method: str, doors: Mesh) -> tuple
 
 
 def _described(x: object) -> dict[str, Any] | None:
-    """What the others need to know of what a process gave: nothing, an array, or a fault."""
+    """Describe the argument of a process to the others: nothing, an array, or a fault."""
     if x is None:
         return None
 
@@ -144,10 +148,10 @@ def _described(x: object) -> dict[str, Any] | None:
     held = jax.dtypes.canonicalize_dtype(host.dtype)
     try:
         jax.dtypes.scalar_type_of(held)
-    except TypeError:  # JAX's way to say that it has no such numbers
+    except TypeError:  # a dtype unknown to JAX
         held = None
     if held is None or held in NARROW:
-        fault = f"was given an array of {str(host.dtype)[:200]}, which it can't hand out"
+        fault = f"was given an array of {str(host.dtype)[:200]}, which it can't scatter"
         return wrong(fault, "give it numbers, for instance x.astype(np.float32)")
     if held != host.dtype:
         fault = f"was given {host.dtype}, which JAX holds only with JAX_ENABLE_X64=1"
@@ -156,7 +160,7 @@ def _described(x: object) -> dict[str, Any] | None:
 
 
 def _on_host(x: object) -> np.ndarray:
-    """Numbers, and lists of them, have the dtype that JAX gives them; what is no array has that of objects."""
+    """Return an array; numbers and lists have JAX's dtype for them, and all else is an array of objects."""
     try:
         host = np.asarray(x)
     except ValueError:  # a list of unequal lists

@@ -1,4 +1,4 @@
-"""The parts of an array on this process's devices, written and read block by block, to the bit."""
+"""Buffers for the shards on this process's devices, read and written block by block, exact to the bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jshard.layouts.index_ranges import Box, Device, boxes_of, index, is_inside,
 
 
 class Filling:
-    """An array whose parts on this process's devices come into being block by block."""
+    """An array to be filled block by block on this process's devices."""
 
     def __init__(self, sharding: Sharding, shape: Sequence[int], dtype: DTypeLike):
         self.sharding, self.shape, self.dtype = sharding, tuple(shape), np.dtype(dtype)
@@ -26,7 +26,7 @@ class Filling:
         self.parts: dict[Device, jax.Array] = {}
 
     def put(self, block: Box, words: object) -> None:
-        """The block, as `carry` hands it on, into every part that has it."""
+        """Write a block, as received by `carry`, to every shard with it."""
         for device, box in self.boxes.items():
             if is_inside(block, box):
                 part = self.parts.pop(device) if device in self.parts else self._new(device)
@@ -35,7 +35,7 @@ class Filling:
         jax.block_until_ready(list(self.parts.values()))
 
     def finished(self) -> jax.Array:
-        """The array."""
+        """Return the array."""
         parts = [self.parts.pop(device) if device in self.parts else self._new(device) for device in self.boxes]
         parts = [part if part.dtype == self.dtype else _as_numbers(part, self.dtype) for part in parts]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts, dtype=self.dtype)
@@ -46,7 +46,7 @@ class Filling:
 
 
 def taking(x: jax.Array) -> Callable[[Box], jax.Array]:
-    """What takes blocks, as `carry` wants them, from the parts of `x` on this process's devices."""
+    """Return a function for `carry`: it reads blocks from the shards of `x` on this process's devices."""
     boxes = boxes_of(x.sharding, x.shape)
     parts = {boxes[shard.device]: shard.data for shard in x.addressable_shards}
 
@@ -59,13 +59,14 @@ def taking(x: jax.Array) -> Callable[[Box], jax.Array]:
 
 
 def _is_widened(dtype: np.dtype, device: Device) -> bool:
-    """Whether XLA writes such numbers by way of wider ones, as it does narrow floats on CPU, which changes NaNs. They are
-    written as bits, and at the end a part is there twice for a moment."""
+    """Return whether XLA writes a dtype by way of a wider dtype, as for narrow floats on CPU. This
+    would change NaNs, so such shards are written as bits, and exist twice for a moment at the
+    end."""
     return dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating) and device.platform == "cpu"
 
 
 def _bits_dtype(dtype: DTypeLike) -> np.dtype:
-    """Whole numbers of the same width."""
+    """Return the unsigned integer dtype of the same width; complex dtypes stay."""
     dtype = np.dtype(dtype)
     return dtype if dtype.kind == "c" else np.dtype(f"uint{8 * dtype.itemsize}")
 
@@ -84,7 +85,7 @@ def _as_numbers(bits: jax.Array, dtype: np.dtype) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
 def _written(part: jax.Array, words: jax.Array, corner: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
     held = np.dtype(np.uint8) if jnp.isdtype(part.dtype, "bool") else part.real.dtype
-    numbers = lax.bitcast_convert_type(words.reshape(-1, 2), held).reshape(-1)  # two are one of 64 bits
+    numbers = lax.bitcast_convert_type(words.reshape(-1, 2), held).reshape(-1)  # two words each for 64 bits
     if jnp.iscomplexobj(part):
         numbers = lax.complex(numbers[::2], numbers[1::2])
     numbers = numbers[: math.prod(shape)].astype(part.dtype)
@@ -96,7 +97,7 @@ def _cut(part: jax.Array, corner: tuple[int, ...], shape: tuple[int, ...], count
     bits = lax.dynamic_slice(_as_bits(part), corner, shape).reshape(-1)
     if jnp.iscomplexobj(bits):
         bits = lax.bitcast_convert_type(jnp.stack([bits.real, bits.imag], -1).reshape(-1), _bits_dtype(part.real.dtype))
-    several = -(-4 // bits.dtype.itemsize)  # to a word, or one that is wider
+    several = -(-4 // bits.dtype.itemsize)  # per word; 1 for wider numbers
     bits = jnp.pad(bits, (0, -bits.size % several)).reshape(-1, several)
     words = lax.bitcast_convert_type(bits, np.uint32).reshape(-1)
     return jnp.pad(words, (0, count - words.size))

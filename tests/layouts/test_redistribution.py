@@ -208,11 +208,11 @@ REFUSED = {
     "a tree": ({"w": 1}, P(), f"takes an array, a list of numbers or a number, and was given a dict; {TREE}"),
     "unequal lists": ([[1], [1, 2]], P(), f"takes an array, a list of numbers or a number, and was given a list; {TREE}"),
     "nothing": (1.0, None, f"was given None as layout; {KINDS}"),
-    "unconstrained": ([1.0], P(P.UNCONSTRAINED), "was given P(UNCONSTRAINED,), which does not say where each axis lies; "
+    "unconstrained": ([1.0], P(P.UNCONSTRAINED), "was given P(UNCONSTRAINED,), which leaves the layout of an axis open; "
                       "name a mesh axis or None for each axis"),
-    "unreduced": ([1.0], P(unreduced={"data"}), f"was given {P(unreduced={'data'})}, which does not say where each axis lies; "
+    "unreduced": ([1.0], P(unreduced={"data"}), f"was given {P(unreduced={'data'})}, which leaves the layout of an axis open; "
                   "name a mesh axis or None for each axis"),
-    "reduced": ([1.0], P(reduced={"data"}), "was given P(reduced={'data'}), which does not say where each axis lies; "
+    "reduced": ([1.0], P(reduced={"data"}), "was given P(reduced={'data'}), which leaves the layout of an axis open; "
                 "name a mesh axis or None for each axis"),
     "rank": (1.0, P("data"), "lays out 1 axes, but the array () has 0; give 0 axes"),
 }  # fmt: skip
@@ -231,14 +231,14 @@ def test_a_spec_with_no_mesh_and_a_sharding_in_memory_of_the_host():
     with pytest.raises(jshard.JShardError) as error:
         jshard.place([1.0], host)
     assert str(error.value) == (
-        "jshard.place was given a sharding in pinned_host, and lays arrays out in the memory of devices; "
+        "jshard.place was given a sharding in pinned_host, but places arrays in the memory of devices; "
         "use jshard.place(x, jax.memory.Space.Host)"
     )
     jshard.unload()
     with pytest.raises(jshard.JShardError) as error:
         jshard.place([1.0], P("data"))
     assert str(error.value) == (
-        "jshard.place was given P('data',), and no mesh is set or loaded that it could mean; "
+        "jshard.place was given P('data',), but no mesh is set or loaded; "
         "give it jax.NamedSharding(mesh, P('data',)), or call jshard.load first"
     )
 

@@ -60,7 +60,7 @@ def test_scatter_in_two_processes_of_two_devices():
         "shape": 'jshard.scatter splits axis 0 of size 5 over mesh axis "a" of size 2; use 4 or 6, or pad',
         "double": "jshard.scatter was given float64, which JAX holds only with JAX_ENABLE_X64=1; "
         "give it x.astype(np.float32)",
-        "words": "jshard.scatter was given an array of <U1, which it can't hand out; "
+        "words": "jshard.scatter was given an array of <U1, which it can't scatter; "
         "give it numbers, for instance x.astype(np.float32)",
         "scattered": "jshard.scatter takes an array on the root's host, and this one lies on devices of other processes; "
         "use jshard.place(x, layout)",
@@ -204,7 +204,7 @@ def test_gather_to_one_root_is_no_part_of_a_program_of_several_processes(monkeyp
     with pytest.raises(JShardError) as raised:
         to_one()
     assert str(raised.value) == (
-        "jshard.gather to one root can't be differentiated or compiled, as the others would have nothing to go on with; "
+        "jshard.gather to one root can't be differentiated or compiled, as the other processes would have no result; "
         "use jshard.gather(x), without root"
     )
 
@@ -624,18 +624,18 @@ def test_scatter_refuses_what_it_can_not_hand_out(mesh):
     layout = jshard.Layout(mesh(a=4), "a")
     for x, options, sentence in (
         (None, {}, "process 0 is the root of jshard.scatter and gave no array; give it one"),
-        (np.zeros(4, ">f4"), {}, "jshard.scatter was given an array of >f4, which it can't hand out; "
+        (np.zeros(4, ">f4"), {}, "jshard.scatter was given an array of >f4, which it can't scatter; "
          "give it numbers, for instance x.astype(np.float32)"),
-        (np.zeros(4, jnp.int4), {}, "jshard.scatter was given an array of int4, which it can't hand out; "
+        (np.zeros(4, jnp.int4), {}, "jshard.scatter was given an array of int4, which it can't scatter; "
          "give it numbers, for instance x.astype(np.float32)"),
         (np.zeros(4, "f4,i4"), {}, "jshard.scatter was given an array of [('f0', '<f4'), ('f1', '<i4')], which it can't "
-         "hand out; give it numbers, for instance x.astype(np.float32)"),
-        ([[1], [1, 2]], {}, "jshard.scatter was given an array of object, which it can't hand out; "
+         "scatter; give it numbers, for instance x.astype(np.float32)"),
+        ([[1], [1, 2]], {}, "jshard.scatter was given an array of object, which it can't scatter; "
          "give it numbers, for instance x.astype(np.float32)"),
         (np.zeros(4, np.longdouble), {}, f"jshard.scatter was given an array of {np.dtype(np.longdouble)}, which it can't "
-         "hand out; give it numbers, for instance x.astype(np.float32)"),
+         "scatter; give it numbers, for instance x.astype(np.float32)"),
         (np.zeros(4, "f4," * 40), {}, f"jshard.scatter was given an array of {str(np.dtype('f4,' * 40))[:200]}, which it "
-         "can't hand out; give it numbers, for instance x.astype(np.float32)"),
+         "can't scatter; give it numbers, for instance x.astype(np.float32)"),
         (np.zeros(4), {}, "jshard.scatter was given float64, which JAX holds only with JAX_ENABLE_X64=1; "
          "give it x.astype(np.float32)"),
         (np.zeros(4, np.float32), {"root": 1}, "jshard.scatter names root 1, but there is one process; use 0"),

@@ -348,7 +348,7 @@ def test_slices_of_workers_can_not_be_planned():
             return jshard.matmul(x, x)
 
     assert _said(lambda: plan(f, X, topology="cpu:8")) == (
-        'signal "two" (<dict>) names workers, whose slice is a mesh of its own, and the devices of this mesh are not here; '
+        'signal "two" (<dict>) names workers, which need the devices of a mesh, and the devices of this mesh are not here; '
         "name a mesh axis instead: shard: {axis: 0, mesh: data}"
     )
 
