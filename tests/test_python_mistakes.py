@@ -752,7 +752,7 @@ def test_a_signal_that_is_never_entered_is_warned_of_at_its_line():
     with pytest.warns(UserWarning) as told:
         jshard.signal("up")
     (warning,) = told
-    assert str(warning.message) == 'signal "up" is named here and never entered; write `with jshard.signal("up"):`'
+    assert str(warning.message) == 'signal "up" is named but never entered; write `with jshard.signal("up"):`'
     assert warning.filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,7 +1,5 @@
-"""The command line: a parser for each command, and what it does.
-
-Nothing here imports JAX before a command needs it, so that `--help`, `check` and `schema` answer at once.
-"""
+"""The command line: a parser and a function for each command. No module here imports JAX before a
+command needs it, so `--help`, `check` and `schema` answer at once."""
 
 from __future__ import annotations
 
@@ -24,19 +22,20 @@ from jshard.version import __version__
 Run = Callable[[argparse.Namespace], int]
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 OVERRIDES = """
-A word like steps=20 or optimizer.learning_rate=1e-3 changes a key of the experiment (jshard.train); a path whose first
-word is a signal or jshard goes to that: layer1.column=tensor, jshard.mesh.data=4.
+A word like steps=20 or optimizer.learning_rate=1e-3 changes a key of the experiment (jshard.train). A word that begins
+with a signal or jshard changes a key there: layer1.column=tensor, jshard.mesh.data=4.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that is typed. The exit status is 2 for a mistake, in the configuration or in the words, as 1 is the
-    answer of some commands: a difference, a promise that is broken, a program that does not fit."""
+    """Run the typed command and return its exit status. The status is 2 for a mistake in the
+    configuration or on the command line. Some commands answer 1: for a difference, a broken
+    promise, or a program too large for a device."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    gc.set_threshold(100_000, 10, 20)  # what is traced lives long: collections took a tenth of the time of `explain`
+    gc.set_threshold(100_000, 10, 20)  # traced programs live long: collections took a tenth of `explain`
     try:
         try:
-            importlib.import_module("jshard.runs.events")  # a mistake in JSHARD_LOG is told here
+            importlib.import_module("jshard.runs.events")  # raises for a mistake in JSHARD_LOG
             chosen = parse(words)
             if chosen.name not in COMMANDS or found() is None:
                 return chosen.command(chosen)
@@ -44,11 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return as_member(lambda: chosen.command(chosen))
         finally:
-            sys.stdout.flush()  # a reader that has gone, or a full disk, is noticed here, and not at exit
+            sys.stdout.flush()  # a closed pipe or a full disk fails here, not at exit
     except JShardError as error:
         tell(str(error))
         return 2
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has ended
         _write_no_more()
         return 0
     except OSError as error:
@@ -56,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _write_no_more()
         command = " ".join(["jshard", *words[:1]])
-        fault = f"what {command} prints can't be written: {reason(error)}"
-        tell(str(JShardError(fault, hint="send it to another place")))
+        fault = f"the output of {command} can't be written: {reason(error)}"
+        tell(str(JShardError(fault, hint="redirect it to another disk")))
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -65,39 +64,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write_no_more() -> None:
-    """Discard what is still held for stdout, or Python would fail to write it at exit."""
+    """Discard the buffer of stdout: Python would fail to write it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with a mistake told the way all others are told."""
+    """An argparse parser with mistakes as JShardErrors."""
 
     def error(self, message: str) -> NoReturn:
         raise JShardError(f"{self.prog}: {message}", hint=f"type: {self.prog} --help")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        (file or sys.stderr).write(message)  # argparse passes over a disk that is full
+        (file or sys.stderr).write(message)  # argparse ignores a full disk
 
 
 def _parser() -> tuple[Parser, Collection[str]]:
-    """Make the parser of all commands; return it and their names."""
+    """Return the parser of all commands, and their names."""
     parser = Parser(
         prog="jshard",
-        description="YAML says how a Flax model lies on a mesh; layers turn that into explicit collectives.",
-        epilog="More about one: jshard train --help",
+        description="Shard a Flax model over devices by a YAML file, with explicit collectives.",
+        epilog="Help for a command: jshard train --help",
     )
     parser.add_argument("--version", action="version", version=f"jshard {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="", required=True, dest="name")
 
     def command(name: str, says: str, run: Run | None = None, *, configured: bool = True) -> Parser:
-        """Add a command: its arguments and its `run` are those of the module of its name, unless `run` is given."""
+        """Add a command with the arguments and `run` of its module, unless `run` is given."""
         added = commands.add_parser(name, help=says, description=says[0].upper() + says[1:] + ".", epilog=OVERRIDES)
         if configured:
             added.usage = f"jshard {name} [-h] path [key=value ...]"
             added.add_argument("path", nargs="?", help="the configuration: a YAML file")
-            added.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it, for this run")
+            added.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it, for this run only")
         if configured and name not in ("train", "timeline"):
-            says_trust = "run what the YAML names, also of modules outside of its folder, jshard, flax and optax"
+            says_trust = "let the YAML run code outside of its folder, jshard, flax and optax"
             added.add_argument("--trust", action="store_true", help=says_trust)
         if run is None:
             module = importlib.import_module(f"jshard.cli.{name}")
@@ -106,30 +105,30 @@ def _parser() -> tuple[Parser, Collection[str]]:
         added.set_defaults(command=run)
         return added
 
-    command("train", "train the experiment, after showing what its configuration costs", train)
+    command("train", "print what the configuration of an experiment costs, and train it", train)
     command("launch", "start a program in several processes, here or on many hosts", configured=False)
-    command("resume", "go on with a run from a checkpoint")
-    command("generate", "go on from a text by a model that was trained")
-    command("explain", "list every collective of a training step and what it holds in memory, and run none")
-    command("plan", "compile a training step for devices that are not here, and say what they would do")
-    command("trace", "capture what the devices do in a few steps, of an experiment or of a run that goes on")
+    command("resume", "continue a run from a checkpoint")
+    command("generate", "generate text by a trained model")
+    command("explain", "list every collective and the memory of a training step, without running it")
+    command("plan", "compile a training step for absent devices: their time, memory and collectives")
+    command("trace", "capture the operations of a few steps, of an experiment or of a run in progress")
     command("timeline", "draw a capture as an HTML page: a lane for each device, a bar for each operation")
-    command("top", "show how the processes of a run stand, as it goes on or after it", configured=False)
-    command("report", "write one HTML page on where everything lies and what a step costs")
+    command("top", "show the progress of a run's processes, during the run or after it", configured=False)
+    command("report", "write an HTML page on the layout of all arrays and the costs of a step")
     command("diff", "compare two configurations, or one at two commits, collective by collective")
-    command("check", "find all mistakes of a configuration, say what it means, and hold what it promises")
-    command("verify", "hold the sharded model against the same model unsharded")
+    command("check", "find all mistakes in a configuration, print its meaning, and check its promises")
+    command("verify", "compare the sharded model with the same model unsharded")
     command("bench", "time the collectives and products on the devices here", configured=False)
     command("schedule", "draw and price pipeline schedules, side by side", configured=False)
     command("schema", "print the JSON Schema of a configuration, for editors", schema, configured=False).epilog = None
-    command("new", "make a small project that trains: a model, data, a configuration", configured=False)
-    completion = command("completion", "print a script that completes words at Tab in a shell", configured=False)
+    command("new", "make a small project to train: a model, data, a configuration", configured=False)
+    completion = command("completion", "print a script for completion at Tab in a shell", configured=False)
     completion.set_defaults(parser=parser)
     return parser, commands.choices
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Read the words that are typed; a mistake in them is one sentence."""
+    """Parse the words of the command line; raise a JShardError for a mistake."""
     parser, commands = _parser()
     first = next((word for word in words if not word.startswith("-")), None)
     if first is not None and first not in commands:
@@ -138,14 +137,14 @@ def parse(words: list[str]) -> argparse.Namespace:
     if not words:
         parser.print_help()
         raise SystemExit(2)
-    words, behind = (
+    words, program = (
         split(words) if first == "launch" else (words[:2], words[2:]) if first == "completion" else (words, [])
     )
     chosen, rest = parser.parse_known_args(words)
-    chosen.words = behind
+    chosen.words = program
     if hasattr(chosen, "overrides"):
         _check_dashes(chosen.name, rest, words)
-        chosen.overrides += [word for word in rest if not word.startswith("-")]  # argparse takes none behind an option
+        chosen.overrides += [word for word in rest if not word.startswith("-")]  # argparse takes none after an option
         rest = [word for word in rest if word.startswith("-")]
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -1,4 +1,4 @@
-"""jshard bench kernels: time the collectives or products on the devices at hand, or test them there against XLA's."""
+"""`jshard bench kernels`: times of collectives or products on the devices here, or tests against XLA's."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=int,
         metavar="4096",
-        help="time products of square matrices of so many rows instead",
+        help="time products of square matrices with this many rows instead",
     )
-    parser.add_argument("--csv", metavar="FILE", help="write the timings there as well")
-    parser.add_argument("--self-test", action="store_true", help="hold each kernel against XLA's own instead")
+    parser.add_argument("--csv", metavar="FILE", help="also write the timings to this file")
+    parser.add_argument("--self-test", action="store_true", help="compare each kernel with XLA's own instead")
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -56,10 +56,10 @@ def bench(
     csv_file: str | None = None,
     self_test: bool = False,
 ) -> int:
-    """Time all-reduce, reduce-scatter and all-gather by every algorithm that compiles for the devices at hand.
+    """Time all-reduce, reduce-scatter and all-gather by every algorithm available on the devices here.
 
-    With `sides`, or on one accelerator, time the matrix product instead. With `self_test` compare each kernel with XLA's, and
-    return 1 if a number differs. `devices` are all, unless fewer are said.
+    With `sides`, or on a single accelerator, time the matrix product instead. With `self_test`, compare
+    each kernel with XLA's, and return 1 if a number differs. `devices` is their number; default: all.
     """
     import jax
 
@@ -77,14 +77,14 @@ def bench(
         columns, cells = COLUMNS, rows(measure.measure(mesh, amounts, repeats=repeats), 1e9)
     else:
         if least := [side for side in sides if side < 1]:
-            raise JShardError(f"a square matrix of {least[0]} rows holds nothing to multiply", hint="use --side 1024")
+            raise JShardError(f"a matrix of {least[0]} rows has nothing to multiply", hint="use --side 1024")
         title = f"{kind}, jax {jax.__version__}; products of bfloat16"
         columns, cells = PRODUCT_COLUMNS, rows(measure.measure_products(sides, repeats=repeats), 1e12)
     if jax.process_index() != 0:
         return 0
     print(f"{title}; {repeats} calls of each in turn, each waited for; microseconds")
     if kind == "cpu":
-        print("pretend devices of a CPU: only XLA's own can be timed, and that says nothing of an accelerator")
+        print("pretend devices of a CPU: only XLA's own are timed, and the times don't apply to an accelerator")
     show("\n".join(table([columns, *cells], right=range(2, len(columns)))))
     if csv_file is not None:
         with open(csv_file, "w", newline="") as file:
@@ -93,7 +93,7 @@ def bench(
 
 
 def _tested(mesh: Mesh) -> int:
-    """Compare each kernel with XLA's; the first process says what it found."""
+    """Compare each kernel with XLA's; process 0 prints the results."""
     import jax
 
     from jshard.kernels import measure
@@ -106,7 +106,7 @@ def _tested(mesh: Mesh) -> int:
     on = f"{mesh.size} x {jax.devices()[0].device_kind}, jax {jax.__version__}"
     if first:
         print(f"{'all right' if not wrong else 'NOT right'} on {on}, {jax.process_count()} process(es)")
-    return 1 if wrong and first else 0  # the others wait for the first, which has yet to say so
+    return 1 if wrong and first else 0  # the others wait for process 0 to report it
 
 
 def parsed(size: str) -> int:
@@ -118,7 +118,7 @@ def parsed(size: str) -> int:
 
 
 def rows(found: Iterable[Timing], unit: float) -> list[tuple[str, ...]]:
-    """Return what is timed, microseconds, how many calls they are of, and the rate in `unit` beside its limit."""
+    """Return the name, microseconds, number of calls, rate in `unit` and limit of each timing."""
     cells = []
     for t in found:
         times = (f"{seconds * 1e6:.1f}" for seconds in (t.median, t.low, t.high))

@@ -1,4 +1,4 @@
-"""`jshard check`: a configuration without mistakes, and what it promises of a training step, held."""
+"""`jshard check`: the mistakes of a configuration, and its promises about a training step."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--claims",
         action="store_true",
-        help="list the parameters of the model, and which match claims each; nothing else is held",
+        help="list the parameters of the model with the match that claims each; check nothing else",
     )
     parser.add_argument(
         "--update",
         action="store_true",
-        help="write the baseline, the path with .baseline for .yaml: what is asked for now is accepted",
+        help="write the present collectives as the baseline to hold, to the path with .baseline for .yaml",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document, its schema named in it")
     function_arguments(parser)
@@ -65,12 +65,12 @@ def run(chosen: argparse.Namespace) -> int:
 
 @dataclasses.dataclass
 class Checked:
-    """What a configuration means, what of its promises holds, and what does not."""
+    """The meaning of a configuration, and its promises: held or broken."""
 
     target: Target
     meaning: list[tuple[str, str]]
-    claims: list[dict[str, str]] = dataclasses.field(default_factory=list)  # of each parameter, where they are listed
-    rows: list[Claimed] = dataclasses.field(default_factory=list)  # what each claim asks, what is done, and why not
+    claims: list[dict[str, str]] = dataclasses.field(default_factory=list)  # of each parameter, with --claims
+    rows: list[Claimed] = dataclasses.field(default_factory=list)  # asked, done, and why not
     holds: list[str] = dataclasses.field(default_factory=list)
     broken: list[str] = dataclasses.field(default_factory=list)
 
@@ -110,7 +110,7 @@ def _check(checked: Checked, configuration: Configuration, chosen: argparse.Name
 
 
 def _check_step(checked: Checked, configuration: Configuration, update: bool) -> None:
-    """Hold what can only be told by the code that the configuration names: an experiment, its claims and its promises."""
+    """Check the experiment, its claims and its promises; these need code named by the configuration."""
     target = checked.target
     _check_experiment(configuration)
     baseline = _beside(target)
@@ -118,18 +118,18 @@ def _check_step(checked: Checked, configuration: Configuration, update: bool) ->
     has_a_step = "model" in configuration.train or target.function is not None
     if "model" in configuration.train and configuration.has_claims:
         _check_claims(checked, configuration, listed=False)
-    if reason is None and not (has_a_step and configuration.signals):  # a file for others to include names no signal
+    if reason is None and not (has_a_step and configuration.signals):  # a file to include has no signals
         return
     if not has_a_step:
         raise JShardError(
-            f"{reason} what can only be read from a training step, and {configuration.source} names none",
+            f"{reason} needs a training step, and {configuration.source} describes none",
             hint="write model and data under jshard.train, or remove it",
         )
     _check_promises(checked, configuration, baseline, update, promised=reason is not None)
 
 
 def _check_experiment(configuration: Configuration) -> None:
-    """Raise an error for what can't be trained, by the text, then by what it names."""
+    """Raise an error if the experiment can't be trained, by its text and then by its components."""
     if "model" not in configuration.train:
         return
     settings = Settings(configuration)
@@ -144,7 +144,7 @@ def _check_experiment(configuration: Configuration) -> None:
 
 
 def _check_claims(checked: Checked, configuration: Configuration, *, listed: bool) -> None:
-    """Hold that each parameter of the model has one claim, and list them. No array is made, and no device need be here."""
+    """Check the claim of each parameter, and list the claims. No array is made, and no device needed."""
     if "model" not in configuration.train:
         raise JShardError(
             f"--claims lists the parameters of a model, and {configuration.source} names none",
@@ -174,7 +174,7 @@ def _check_claims(checked: Checked, configuration: Configuration, *, listed: boo
 def _claims_by_use(
     target: Target, configuration: Configuration, paths: Mapping[str, str]
 ) -> dict[str, Sequence[Claim]]:
-    """Where globs leave parameters, trace the training step for the signals that are active around their uses."""
+    """Return claims by use, from a trace of the training step if globs leave parameters."""
     if "data" not in configuration.train or len(found_claims(configuration, paths)) == len(paths):
         return {}
     from jshard.cli.experiment import sketched
@@ -186,26 +186,26 @@ def _claims_by_use(
 
 
 def _alike(claimed: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, ...]]:
-    """A row for each, and one for all of blocks that repeat."""
+    """Yield a row for each claim, and a single row for repeated blocks."""
     entries = [((each["place"], each["signal"], each["array"]), each["path"]) for each in claimed]
     for (place, signal, array), path, count in repeats(entries):
         yield place, signal, path, array, f"x {count}" if count >= 2 else ""
 
 
 def _beside(target: Target) -> str:
-    """Name the baseline of a configuration, or of a function under it."""
+    """Return the path of the baseline of a configuration, or of a function under it."""
     function = "" if target.function is None else f".{target.function.replace(':', '.')}"
     return f"{os.path.splitext(target.path)[0]}{function}.baseline"
 
 
 def _needs_a_step(configuration: Configuration, baseline: str, wanted: bool) -> str | None:
-    """Say who promises something that the text of the configuration alone can't tell."""
+    """Return the first promise about a training step, in words, or None."""
     for signal in configuration.signals.values():
         if signal.expect:
-            return f'signal "{signal.name}" ({signal.at("expect")}) expects'
+            return f'expect of signal "{signal.name}" ({signal.at("expect")})'
     if configuration.budget is not None:
-        return f"jshard.budget ({configuration.budget_place}) limits"
-    return f"the baseline {baseline} holds" if wanted or os.path.exists(baseline) else None
+        return f"jshard.budget ({configuration.budget_place})"
+    return f"the baseline {baseline}" if wanted or os.path.exists(baseline) else None
 
 
 def _check_promises(checked: Checked, configuration: Configuration, name: str, update: bool, *, promised: bool) -> None:
@@ -220,7 +220,7 @@ def _check_promises(checked: Checked, configuration: Configuration, name: str, u
             checked.holds.append(program.apart)
             return
         ledger = program.explain()
-        # those that a signal names and does not split are told by `unsplit`, with how to mend it
+        # `unsplit` reports signals without split arrays, with a remedy
         is_whole = whole(program.model, ledger.placed) if isinstance(program, Experiment) and not ledger.unsplit else []
     checked.rows += ledger.claims
     checked.holds += map(str, (*ledger.left, *ledger.unsplit, *is_whole))
@@ -231,7 +231,7 @@ def _check_promises(checked: Checked, configuration: Configuration, name: str, u
         checked.broken += promises.faults
     if configuration.budget is not None and not ledger.memory:
         checked.holds.append(
-            "the budget is not held: with no optimizer among the arguments, nothing is known to be at rest"
+            "the budget is not checked: without an optimizer among the arguments, memory at rest is unknown"
         )
     elif configuration.budget is not None:
         too_much = over_budget(ledger, configuration)

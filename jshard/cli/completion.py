@@ -1,4 +1,4 @@
-"""`jshard completion`: what a shell runs at Tab. It asks jshard itself, so that no list of commands can be old."""
+"""`jshard completion`: a script for completion at Tab. It calls jshard, and so is never outdated."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ EPILOG = 'In ~/.bashrc or ~/.zshrc: eval "$(jshard completion bash)", or zsh; in
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
-    parser.add_argument("shell", choices=SCRIPTS, help="whose script to print")
+    parser.add_argument("shell", choices=SCRIPTS, help="the shell of the script")
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Print the script of a shell, or what the words that its script puts behind it may become."""
+    """Print the script of a shell, or the completions of the words after it."""
     found = complete(chosen.parser, chosen.words) if chosen.words else [SCRIPTS[chosen.shell].strip()]
     print("\n".join(found))
     return 0
 
 
 def complete(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """List what the last of the words may become; nothing where a file is wanted, which the shell knows better."""
+    """Return completions of the last word, or nothing if it is a file: the shell completes files."""
     *before, last = words
     actions = parser._actions
     for action in actions:

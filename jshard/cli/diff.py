@@ -1,4 +1,4 @@
-"""`jshard diff`: two configurations, or one at two commits; the exit status is 0 for the same, 1 for a difference."""
+"""`jshard diff`: two configurations, or one at two commits; the exit status is 0 if equal, else 1."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jshard.errors import JShardError
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jshard diff [-h] old [new] [key=value ...] [--trust] [--topology CHIP:SIZE] [--json]"
     parser.epilog = (
-        "OLD and NEW are YAML files with an experiment, or git:REVISION:path, as in git:HEAD~1:configs/digits.yaml. Words "
-        "like layer1.column=tensor change the new one; with no NEW, it is the old one with these changes. A function "
-        "(module:function, git:REVISION:module:function) may have two --config, one for each side. Exit status: 0 the "
-        "same program, 1 a difference, 2 trouble."
+        "OLD and NEW are YAML files with an experiment, or git:REVISION:path, as in git:HEAD~1:configs/digits.yaml. "
+        "Words like layer1.column=tensor change NEW; without NEW, they change a copy of OLD. A function "
+        "(module:function, git:REVISION:module:function) may have two --config, one for each side. Exit status: 0 for "
+        "equal programs, 1 for a difference, 2 for a mistake."
     )
     parser.add_argument(
         "--topology",
         metavar="CHIP:SIZE",
-        help="compile both for these devices, as jshard plan does, and compare what runs; those of jshard.topology unless "
-        "said, none to compile nothing",
+        help="also compile both for these devices, and compare the compiled programs; default: jshard.topology; none "
+        "compiles nothing",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document, its schema named in it")
     function_arguments(parser, several=True)
@@ -49,7 +49,7 @@ def run(chosen: argparse.Namespace) -> int:
         )
     if not kinds[0] and (configs or args):
         option = "--config" if configs else "--args"
-        raise JShardError(f"{option} is for a function, and {old} is a configuration", hint=f"leave {option} away")
+        raise JShardError(f"{option} is for a function, and {old} is a configuration", hint=f"remove {option}")
     if len(configs) > 2:
         raise JShardError(f"--config is given {len(configs)} times", hint="give it once, or once for each side")
     difference = diff(

@@ -1,4 +1,4 @@
-"""The experiment of a configuration, or a function under it, on the devices that are here or on pretended ones."""
+"""The experiment of a configuration, or a function under it, on real or pretend devices."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from jshard.training.experiments.experiment import Experiment
     from jshard.training.function import Function
 
-FEWEST = 8  # devices to pretend where the mesh leaves a size open
+FEWEST = 8  # devices to pretend if the mesh leaves a size open
 
 
 def opened(target: Target, *, only_shapes: bool = False) -> Experiment | Function:
-    """Build the experiment or the function. Models and data are found from this folder."""
-    pretend_where_none(target.configuration())  # all faults are told before JAX is imported
+    """Build the experiment or function, on pretend devices if needed. Modules are found from this folder."""
+    pretend_where_none(target.configuration())  # faults come before the import of JAX
     return built(target, only_shapes=only_shapes)
 
 
 def built(target: Target, *, only_shapes: bool = False) -> Experiment | Function:
-    """Build the experiment or the function on the devices that JAX has started with."""
+    """Build the experiment or the function on JAX's devices."""
     _, build = target.load()
     from jshard.layouts.mesh import present_mesh
 
@@ -39,8 +39,8 @@ def built(target: Target, *, only_shapes: bool = False) -> Experiment | Function
 
 @contextlib.contextmanager
 def sketched(target: Target) -> Iterator[Experiment | Function]:
-    """Build it of shapes alone: no array is made, and no device of the mesh need be here. Where the mesh leaves a size
-    open, or signals name workers, whose slices are meshes of their own, the devices that are here decide."""
+    """Build the experiment or the function from shapes alone, without arrays or the devices of the mesh.
+    The devices here are used if the mesh leaves a size open, or signals name workers, each list a mesh."""
     configuration = target.configuration()
     if configuration.mesh is None or -1 in configuration.mesh.sizes or names_workers(configuration):
         yield opened(target)
@@ -61,7 +61,7 @@ def names_workers(configuration: Configuration) -> bool:
 
 
 def pretended(configuration: Configuration) -> int | None:
-    """Count the CPU devices that the mesh needs where there is no accelerator; None when it needs no more than is there."""
+    """Return the number of CPU devices to pretend for the mesh, or None for a single device."""
     mesh, count = configuration.mesh, configuration.devices or 1
     if mesh is not None and -1 in mesh.sizes:
         count *= max(1, FEWEST // count)
@@ -69,9 +69,9 @@ def pretended(configuration: Configuration) -> int | None:
 
 
 def pretend_where_none(configuration: Configuration) -> None:
-    """Pretend as many CPU devices as the mesh needs, where there is no accelerator, and say so."""
+    """Pretend CPU devices for the mesh if there is no accelerator, and report it."""
     count = pretended(configuration)
-    if found() is not None:  # one of several processes, which has pretended its part
+    if found() is not None:  # a process of several has pretended its part
         return
     if count is None:
         start_no_other_backend()
@@ -87,6 +87,6 @@ def pretend_where_none(configuration: Configuration) -> None:
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """Leave out a page on CUDA's libraries where there is no GPU: the compiler that plans are made with brings a plugin
-    along."""
+    """Return whether a log record is of use. Without a GPU, a page on CUDA's libraries is not: the
+    compiler for plans installs that plugin."""
     return "plugin configuration error" not in record.getMessage() or bool(glob.glob("/dev/nvidia[0-9]*"))

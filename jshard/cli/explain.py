@@ -1,4 +1,4 @@
-"""`jshard explain`: every collective of a training step, and what is held between steps, from shapes alone."""
+"""`jshard explain`: the collectives of a training step and the memory between steps, from shapes alone."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ BY = ("signal", "axis", "line")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document, its schema named in it")
-    parser.add_argument("--phase", choices=PHASES, help="only what this part of the step asks for")
-    parser.add_argument("--by", choices=BY, help="sums by signal, mesh axis or YAML line instead of every collective")
+    parser.add_argument("--phase", choices=PHASES, help="only the collectives of this phase")
+    parser.add_argument("--by", choices=BY, help="sums by signal, mesh axis or YAML line instead of single collectives")
     parser.add_argument(
         "--why",
         metavar="WHAT",
-        help="why a parameter (path or glob) lies as it does, or a line (model.py:31) is split so",
+        help="explain the layout of a parameter (path or glob), or the split of a line (model.py:31)",
     )
     parser.add_argument(
-        "--program", action="store_true", help="the compiled text for (pretend) devices, names left out"
+        "--program",
+        action="store_true",
+        help="print the compiled program (on pretend devices if needed), without names",
     )
     function_arguments(parser)
 

@@ -1,4 +1,4 @@
-"""`jshard generate`: text from a model that `jshard train` has trained."""
+"""`jshard generate`: text from a model trained by `jshard train`."""
 
 from __future__ import annotations
 
@@ -19,25 +19,23 @@ if TYPE_CHECKING:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jshard generate [-h] RUN --prompt TEXT [--prompt TEXT ...] [key=value ...] [--trust]"
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="what to go on from; several are one batch")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="the text to continue; several are one batch")
     parser.add_argument(
-        "--tokens", type=int, default=100, metavar="N", help="at most so many more of each; 100 unless said"
+        "--tokens", type=int, default=100, metavar="N", help="the most tokens to add to each; default: 100"
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.0,
         metavar="T",
-        help="how freely tokens are drawn; 0, the likeliest, unless said",
+        help="how freely to draw tokens; default: 0, the likeliest",
     )
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw of the K likeliest tokens")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
     parser.add_argument(
-        "--top-p", type=float, metavar="P", help="draw of the likeliest tokens that have P of the probability"
+        "--top-p", type=float, metavar="P", help="draw from the likeliest tokens with a total probability of P"
     )
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a text to end behind")
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="another one draws other tokens; 0 unless said"
-    )
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end after this text")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of the draws; default: 0")
     parser.add_argument(
         "--from", dest="which", default="latest", metavar="STEP", help="latest, previous or the number of a step"
     )
@@ -47,9 +45,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     if not chosen.prompt:
         hint = f'type: jshard generate {chosen.path} --prompt "Once"'
-        raise JShardError("jshard generate needs a prompt to go on from", hint=hint)
+        raise JShardError("jshard generate needs a prompt", hint=hint)
     if "" in chosen.stop:
-        raise JShardError('--stop "" is no text to end behind', hint="leave it out")
+        raise JShardError('--stop "" is empty', hint="remove it")
     folder, own, which = found(Path(chosen.path), chosen.which)
     configuration = Target.named(str(own), chosen.overrides, chosen).configuration()
     if membership() is None:
@@ -73,7 +71,7 @@ def run(chosen: argparse.Namespace) -> int:
     active_config.use(configuration)
     words = tokenizer(Settings(configuration))
     prompts = [each.tolist() for each in words.encode(chosen.prompt)]
-    stop = [int(each[0]) for each in words.encode(chosen.stop) if len(each) == 1]  # it may be a token without a text
+    stop = [int(each[0]) for each in words.encode(chosen.stop) if len(each) == 1]  # `end` may be a token without a text
     stop += [] if words.end is None else [words.end]
     checkpoint = Checkpoint.find(folder, which, chosen.path)
     made = generate(
@@ -81,7 +79,7 @@ def run(chosen: argparse.Namespace) -> int:
         temperature=chosen.temperature, top_k=chosen.top_k, top_p=chosen.top_p,
     )  # fmt: skip
     pieces = streamed(words, chosen.prompt, made, chosen.stop)
-    if membership() is not None:  # the first of several processes speaks for all, and its launcher reads lines
+    if membership() is not None:  # process 0 prints, and its launcher reads whole lines
         whole = "".join(pieces)
         pieces = iter([whole] if jax.process_index() == 0 else [])
     for piece in pieces:
@@ -93,8 +91,8 @@ def run(chosen: argparse.Namespace) -> int:
 def streamed(
     words: Tokenizer, prompts: Sequence[str], made: Iterator[list[int | None]], stop: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yield the text of the first prompt as it is made, and the others whole behind it; each ends behind the first text of
-    `stop` in it."""
+    """Yield the text of the first prompt while it is made, then the others whole. Each ends after
+    the first text of `stop` in it."""
     tokens: list[list[int]] = [[] for _ in prompts]
 
     def text(row: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""jshard launch: one program in several processes, here or one line on each host."""
+"""`jshard launch`: a program in several processes, on this machine or on several hosts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jshard.launch.supervisor import Supervisor, local
 
 HOW = """
 The program is a command of jshard (train configs/digits.yaml steps=20), a script (train.py --rate 3) or a module
-(-m package.train). With -n all processes are here. With --coordinator this is one process of several hosts; under Slurm,
-Open MPI, Kubernetes and Cloud TPU, or with JAX_NUM_PROCESSES and JAX_PROCESS_ID set, it is found by itself.
+(-m package.train). With -n, all processes run on this machine. With --coordinator, this is one process among several
+hosts; Slurm, Open MPI, Kubernetes, Cloud TPU, or JAX_NUM_PROCESSES and JAX_PROCESS_ID give its number without options.
 """
 COMMANDS = ("train", "resume", "generate", "trace", "verify", "bench")
 
@@ -23,18 +23,18 @@ COMMANDS = ("train", "resume", "generate", "trace", "verify", "bench")
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jshard launch [-n 4] [--restarts 3] program [arguments ...]"
     parser.epilog = HOW
-    parser.add_argument("-n", type=int, metavar="4", dest="count", help="so many processes on this machine")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 can be reached by the others")
-    parser.add_argument("--processes", type=int, metavar="16", help="how many there are, on all hosts")
-    parser.add_argument("--process-id", type=int, metavar="3", help="which one this is, from 0")
-    parser.add_argument("--restarts", type=int, default=0, metavar="3", help="start all again so often when one fails")
+    parser.add_argument("-n", type=int, metavar="4", dest="count", help="the number of processes on this machine")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="the address of process 0")
+    parser.add_argument("--processes", type=int, metavar="16", help="the number of processes on all hosts")
+    parser.add_argument("--process-id", type=int, metavar="3", help="the number of this process, from 0")
+    parser.add_argument("--restarts", type=int, default=0, metavar="3", help="the number of restarts after a failure")
     parser.add_argument(
-        "--grace", type=float, default=30, metavar="30", help="seconds that a SIGTERM leaves them to save and end"
+        "--grace", type=float, default=30, metavar="30", help="seconds for processes to save and end after a SIGTERM"
     )
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split the words of `launch` itself from those of the program, which begin at `-m` or at the first that is no option."""
+    """Split the words of `launch` from the program, which begins at `-m` or at the first word without a dash."""
     at = words.index("launch") + 1
     while at < len(words) and words[at] != "-m" and words[at].startswith("-"):
         has_value = "=" in words[at] or words[at] in ("-h", "--help") or (words[at][:2] == "-n" and words[at] != "-n")
@@ -61,7 +61,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def member(chosen: argparse.Namespace) -> Membership:
-    """Find which one process this host starts."""
+    """Return the membership of the single process on this host."""
     options = {"--coordinator": chosen.coordinator, "--processes": chosen.processes, "--process-id": chosen.process_id}
     missing = [name for name, value in options.items() if value is None]
     if len(missing) == len(options):
@@ -81,7 +81,7 @@ def member(chosen: argparse.Namespace) -> Membership:
 
 
 def command_of(words: list[str], count: int = 4) -> list[str]:
-    """Build the command that each of `count` processes runs."""
+    """Return the command to run in each of `count` processes."""
     if not words or words == ["-m"]:
         raise JShardError(
             "jshard launch names no program", hint="type: jshard launch -n 4 train configs/digits.yaml, or a script"
@@ -89,7 +89,7 @@ def command_of(words: list[str], count: int = 4) -> list[str]:
     first = words[0]
     if re.fullmatch(r"python[\d.]*", Path(first).name) and words[1:]:
         raise JShardError(
-            f'"{first}" is what jshard launch runs each program by',
+            f'jshard launch adds "{first}" by itself',
             hint=f"type: jshard launch -n {count} {shlex.join(words[1:])}",
         )
     if first in COMMANDS:
@@ -97,9 +97,9 @@ def command_of(words: list[str], count: int = 4) -> list[str]:
     if first == "-m" or Path(first).is_file():
         return [sys.executable, *words]
     if first.endswith(".py"):
-        raise JShardError(f'there is no file "{first}" to launch', hint="start from the folder that holds it")
+        raise JShardError(f'there is no file "{first}" to launch', hint="start in the folder of the file")
     close = nearest(first, COMMANDS)
     raise JShardError(
-        f'"{first}" is neither a script nor a command that can be launched',
+        f'"{first}" is neither a script nor a command for jshard launch',
         hint=f"type: jshard launch -n 4 {close or 'train configs/digits.yaml'}",
     )

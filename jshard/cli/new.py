@@ -1,4 +1,4 @@
-"""`jshard new`: a small project that trains, for whoever has nothing but the package."""
+"""`jshard new`: a small project to train, if you have only installed the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jshard plan`: what the compiler will make of a training step, on hardware that is not there."""
+"""`jshard plan`: a training step as compiled for absent hardware."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--topology",
         metavar="CHIP:SIZE",
-        help=f"the devices: {TOPOLOGIES} and others of these chips; unless said, those of jshard.topology, else as many "
-        "pretended ones as the mesh has",
+        help=f"the devices: {TOPOLOGIES} and others of these chips; default: jshard.topology, else pretend devices for "
+        "the mesh",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document, its schema named in it")
-    parser.add_argument("--program", action="store_true", help="the compiled text, names left out")
-    parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="how long the compiler may take")
+    parser.add_argument("--program", action="store_true", help="print the compiled program without names")
+    parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="a time limit for the compiler")
     function_arguments(parser)
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Print the plan; return 0 when it fits, 1 when it does not, or is over the budget."""
+    """Print the plan; return 0 if it fits, 1 if it does not fit or exceeds the budget."""
     target = Target.of(chosen)
     configuration = target.configuration()
     topology = chosen.topology or configuration.topology or f"cpu:{configuration.devices or 8}"
@@ -52,9 +52,9 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _planned(topology: str, target: Target, limit: float) -> Plan:
-    """Plan the target, of shapes alone, on the mesh of a topology. No array is made."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # here is only traced: no accelerator is looked for or taken
-    target.configuration()  # every fault of the file is told before JAX is imported
+    """Plan the target from shapes alone, on the mesh of a topology."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # tracing needs no accelerator
+    target.configuration()  # faults come before the import of JAX
     configuration, build = target.load()
     from jshard.inspect.plan import Topology
     from jshard.inspect.plan.aot import check_installed

@@ -1,4 +1,4 @@
-"""jshard train as one process of several: it joins, agrees with the others, and speaks when it is the first."""
+"""`jshard train` as a process of several: it joins, agrees with the others, and process 0 prints."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ from jshard.training.telemetry.progress import Bar, Figures
 
 
 def as_member(run: Callable[[], int]) -> int:
-    """Run a command as one process of several. It never returns after a fault: the process ends at once, so that the others
-    don't wait for it."""
+    """Run a command in a process of several. A fault ends the process at once, so the others don't wait."""
     try:
         status = run()
         pulse().at("ended")
         return status
-    except Preempted:  # all of them end here, at the same step
+    except Preempted:  # in all processes, at the same step
         pulse().at("ended")
         raise
     except BaseException as error:
@@ -49,7 +48,7 @@ def as_member(run: Callable[[], int]) -> int:
 
 
 def built_alike(target: Target) -> Experiment | Function:
-    """Build the experiment or function in a process that has joined, when all have the same one."""
+    """Build the experiment or function in a joined process; raise an error if processes differ."""
     program, configuration = built(target), target.configuration()
     ledger = program.asked
     agree("program", program_of(program, str(ledger)), hint="start all of them with the same code and data")
@@ -61,8 +60,8 @@ def join(
     configuration: Configuration, facts: Mapping[str, Facts], meshes: Mapping[str, Mapping[str, int]] | None = None, *,
     preemption: bool = False,
 ) -> None:  # fmt: skip
-    """Join the other processes, when all have the same configuration, these facts alike, and as many devices of one kind for
-    its mesh and for these further ones, by what they are called."""
+    """Join the other processes; raise an error if configurations, facts or devices differ. `meshes`
+    has the sizes of further meshes by label: all processes must have devices in each."""
     membership, asked_mesh = found(), configuration.mesh
     assert membership is not None
     if (count := pretended(configuration)) is not None and asked_mesh is not None:
@@ -78,8 +77,8 @@ def join(
 
 
 def agree(topic: str, facts: Facts, *, hint: str, seconds: float = 60.0) -> None:
-    """Raise an error in all processes when one of them says otherwise, naming it and the first difference, or when one has said
-    nothing within `seconds` of rank 0's question. Does nothing when this process stands alone."""
+    """Raise an error in all processes if the facts differ, with the rank and the first difference. The same
+    holds if a process does not answer within `seconds` of rank 0. Without other processes, do nothing."""
     membership = joined()
     if membership is None:
         return
@@ -93,21 +92,21 @@ def agree(topic: str, facts: Facts, *, hint: str, seconds: float = 60.0) -> None
     verdict = kv_store.read(f"{key}/verdict", 2 * seconds)
     if verdict is None:
         raise JShardError(
-            f"rank 0 has said nothing of its {topic} for {2 * seconds:g} s", hint="look at what rank 0 printed last"
+            f"rank 0 has not reported its {topic} for {2 * seconds:g} s", hint="look at the last output of rank 0"
         )
     if verdict:
         raise AlreadyReported(verdict[0], hint=verdict[1])
 
 
 def _judge(topic: str, facts: Facts, processes: int, hint: str, seconds: float) -> list[str]:
-    """Compare what all ranks say: return nothing, or what is wrong and how to fix it."""
+    """Compare the facts of all ranks; return nothing, or a fault and a hint."""
     by_rank, deadline = {0: facts}, time.monotonic() + seconds
     for rank in range(1, processes):
         found = kv_store.read(f"agreement/{topic}/{rank}", deadline - time.monotonic())
         if found is None:
             return [
-                f"rank {rank} has said nothing of its {topic} within {seconds:g} s of rank 0",
-                f"look at what rank {rank} printed last",
+                f"rank {rank} has not reported its {topic} within {seconds:g} s of rank 0",
+                f"look at the last output of rank {rank}",
             ]
         by_rank[rank] = found
     difference = mismatch(topic, by_rank)
@@ -115,21 +114,21 @@ def _judge(topic: str, facts: Facts, processes: int, hint: str, seconds: float) 
 
 
 def facts_of(configuration: Configuration) -> Facts:
-    """List every key that the configuration has, with its value."""
+    """Return every key of the configuration with its value."""
     keys = flat(yaml.safe_load(written(configuration)))
     dumped = {key: yaml.safe_dump(value, default_flow_style=True, width=10**6) for key, value in keys}
     return {key: text.removesuffix("...\n").strip() for key, text in dumped.items()}
 
 
 def program_of(program: Experiment | Function, ledger: str) -> Facts:
-    """List the collectives of a step, each a fact, and the fingerprint of what the compiler is given."""
+    """Return the collectives of a step, a fact each, and the fingerprint of the lowered program."""
     text = program.lowered().as_text()
     lines = {f"line {number} of its ledger": line for number, line in enumerate(ledger.splitlines(), 1)}
     return {**lines, "its fingerprint": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
 def check_all_have_devices(label: str, sizes: Mapping[str, int]) -> None:
-    """Raise an error when a mesh leaves a process without work: it would be waited for at the end, for nothing."""
+    """Raise an error if a mesh has no device of a process: all would wait for it at the end, in vain."""
     if -1 in sizes.values():
         return
     count = math.prod(sizes.values())
@@ -143,8 +142,7 @@ def check_all_have_devices(label: str, sizes: Mapping[str, int]) -> None:
 
 
 def first_between_processes(ledger: Ledger, mesh: Mesh | None) -> str:
-    """Name the collective that a process which does not do a step is missed in: the first of a step whose group has devices of
-    several processes."""
+    """Return the first collective of a step between processes: there, others wait for a missing process."""
     if mesh is None:
         return ""
     ranks = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
@@ -156,7 +154,7 @@ def first_between_processes(ledger: Ledger, mesh: Mesh | None) -> str:
 
 
 class MemberBar(Bar):
-    """What the first process says; how far this one is goes to its launcher, which draws the one bar."""
+    """A progress bar in a process of several: process 0 prints; each sends its step to the launcher's bar."""
 
     def __init__(self, steps: int):
         speaks = jax.process_index() == 0

@@ -1,4 +1,4 @@
-"""`jshard report`: one HTML page on where everything lies and what a step costs, from shapes alone."""
+"""`jshard report`: an HTML page on layouts and the costs of a step, from shapes alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FILE = "report.html"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", metavar=FILE, default=FILE, help=f"the page to write; {FILE} when left out")
+    parser.add_argument("-o", "--output", metavar=FILE, default=FILE, help=f"the page to write; default: {FILE}")
     function_arguments(parser)
 
 

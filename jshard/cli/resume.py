@@ -1,4 +1,4 @@
-"""`jshard resume`: go on with a run from a checkpoint, with the configuration that it had or with another."""
+"""`jshard resume`: a run continued from a checkpoint, with its configuration or another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="which", default="latest", metavar="STEP", help="latest, previous or the number of a step"
     )
-    parser.add_argument("--config", metavar="FILE", help="go on with this configuration, and not with the run's own")
+    parser.add_argument("--config", metavar="FILE", help="continue with this configuration instead of the run's own")
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -35,7 +35,7 @@ def run(chosen: argparse.Namespace) -> int:
     says_output = "output" in load_configuration(path, overrides).train
     home = run.parent if (run / MANIFEST).is_file() else run  # nothing is written into a checkpoint
     if says_output if chosen.config is None and own == home / CONFIGURATION else not says_output:
-        overrides = [f"output={home}", *overrides]  # the run may have been moved, and another file may name none
+        overrides = [f"output={home}", *overrides]  # the run may have moved, and another file may have no output
 
     def resume() -> Checkpoint:
         from jshard.training.checkpoints.checkpoint import Checkpoint
@@ -46,7 +46,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def experiment_of(target: Target) -> Experiment:
-    """Build the experiment, in this process or as one of several, of which the first prints what its step asks for."""
+    """Build the experiment, alone or as a process of several; process 0 prints its collectives."""
     if membership() is None:
         from jshard.cli.experiment import opened
 
@@ -67,7 +67,7 @@ def experiment_of(target: Target) -> Experiment:
 
 
 def trained(target: Target, resume: Callable[[], Checkpoint] | None) -> int:
-    """Train an experiment, from its beginning or from what `resume` finds, in this process or as one of several."""
+    """Train an experiment from the beginning or from a checkpoint, alone or as a process of several."""
     experiment, bar = experiment_of(target), None
     import jax
 
@@ -84,14 +84,14 @@ def trained(target: Target, resume: Callable[[], Checkpoint] | None) -> int:
     if start is None and resume is not None:
         start = resume()
     evaluated = train(experiment, bar, resume=start)
-    for line in in_words(evaluated) if jax.process_index() == 0 else ():  # why there is none was said when it began
+    for line in in_words(evaluated) if jax.process_index() == 0 else ():  # the reason for none was printed at the start
         print(line)
     return 0
 
 
 def found(run: Path, which: str) -> tuple[Path, Path, str]:
-    """Find the folder of checkpoints, the configuration and which checkpoint: of a run's folder, of a folder of checkpoints, or
-    of a single checkpoint."""
+    """Return the folder of checkpoints, the configuration and the checkpoint. `run` is a run, such
+    a folder or a checkpoint."""
     if (run / MANIFEST).is_file():
         return run.parent, run / CONFIGURATION, run.name
     if (run / CONFIGURATION).is_file():

@@ -1,4 +1,4 @@
-"""`jshard schedule`: pipeline schedules drawn and priced, those with a name or your own tables, side by side."""
+"""`jshard schedule`: pipeline schedules, by name or from your tables, drawn and priced side by side."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         f"{kind}: {says}" for kind, (says, _) in KINDS.items()
     )
     named = parser.add_argument("schedules", nargs="+", metavar="SCHEDULE", help="a name, or a file")
-    named.completes = KINDS  # type: ignore[attr-defined]  # what Tab offers beside files
+    named.completes = KINDS  # type: ignore[attr-defined]  # completions beside files
     parser.add_argument("--stages", type=int, metavar="N", help="stages of the pipeline")
     parser.add_argument("--microbatches", type=int, metavar="N", help="parts of a batch")
     parser.add_argument(
         "--chunks",
         type=int,
         metavar="N",
-        help="chunks of layers that each stage has; 1, or 2 of interleaved, unless said",
+        help="chunks of layers in each stage; default: 1, or 2 for interleaved",
     )
     parser.add_argument(
-        "--times", metavar="F=1,B=1,W=1", help="how long each takes; a B that makes weight gradients too takes B + W"
+        "--times", metavar="F=1,B=1,W=1", help="the time of each slot; a B with weight gradients takes B + W"
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", action="append", default=[],
@@ -41,7 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     for name in chosen.output:
         if Path(name).suffix not in SUFFIXES:
-            raise JShardError(f"-o {name} has no ending that is known", hint=f"name a file in {', '.join(SUFFIXES)}")
+            raise JShardError(f"-o {name} has an unknown ending", hint=f"name a file with {' or '.join(SUFFIXES)}")
     times = _times(chosen.times or "")
     costs = [Cost(_table(name, chosen), times) for name in chosen.schedules]
     from jshard.schedules.drawing import grid, picture
@@ -61,7 +61,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _table(name: str, chosen: argparse.Namespace) -> Table:
-    """A table by its name or from its file; the numbers that are given hold for it."""
+    """Return a table by its name or from its file; the file must agree with the options."""
     if name not in KINDS:
         if not Path(name).exists():
             hint = did_you_mean(name, KINDS, f"name a file, or one of {', '.join(KINDS)}")
@@ -76,7 +76,7 @@ def _table(name: str, chosen: argparse.Namespace) -> Table:
             said = getattr(chosen, word)
             if said is not None and said != count:
                 raise JShardError(
-                    f"{name} has {count} {word}, and not {said}", hint=f"leave --{word} away, or write {count}"
+                    f"{name} has {count} {word}, and not {said}", hint=f"remove --{word}, or write {count}"
                 )
         return found
     for word in ("stages", "microbatches", "chunks"):

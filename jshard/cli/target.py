@@ -1,4 +1,4 @@
-"""What the words of a command are about, read without JAX."""
+"""The target of a command, parsed without JAX."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What the words of a command are about: a configuration, and the experiment in it or a function under it."""
+    """The target of a command: a configuration, and the experiment in it or a function under it."""
 
     path: str
     overrides: tuple[str, ...]
     function: str | None = None  # module:function
-    arguments: tuple[str, ...] = ()  # the words behind --args
-    trust: Trust = EVERYTHING  # whose code the configuration may run
+    arguments: tuple[str, ...] = ()  # the words after --args
+    trust: Trust = EVERYTHING  # the code that the configuration may run
 
     @classmethod
     def named(cls, path: str, overrides: Sequence[str], chosen: argparse.Namespace) -> Target:
-        """Return the experiment in a configuration, which runs code of others where `--trust` is typed."""
+        """Return the experiment in a configuration as a target; `--trust` allows code of others."""
         return cls(path, tuple(overrides), trust=EVERYTHING if chosen.trust else Trust.beside(path))
 
     @classmethod
     def of(cls, chosen: argparse.Namespace) -> Target:
-        """Read the words of a command. `--args` takes every word behind it; those with a = in them are changes after all."""
+        """Parse the words of a command. Of the words after `--args`, words with = are overrides."""
         late = [word for word in chosen.args or () if "=" in word]
         arguments = tuple(word for word in chosen.args or () if word not in late)
         overrides = (*chosen.overrides, *late)
@@ -46,30 +46,30 @@ class Target:
                 if given is not None:
                     raise JShardError(
                         f"{option} is for a function, and {chosen.path} is a configuration",
-                        hint=f"leave {option} away, or type: jshard {chosen.name} module:function --config {chosen.path}",
+                        hint=f"remove {option}, or type: jshard {chosen.name} module:function --config {chosen.path}",
                     )
             return cls.named(chosen.path, overrides, chosen)
         configuration = chosen.config or os.environ.get("JSHARD_CONFIG")
         if not configuration:
             raise JShardError(
-                f'no configuration says how "{chosen.path}" lies on a mesh',
+                f'the function "{chosen.path}" has no configuration',
                 hint="add --config configs/mlp.yaml, or set JSHARD_CONFIG",
             )
         return cls(configuration, overrides, chosen.path, arguments)
 
     def __str__(self) -> str:
-        """As it is typed behind a command."""
+        """Return the target as typed after a command."""
         if self.function is None:
             return shlex.join([self.path, *self.overrides, *(["--trust"] if self.trust.everything else [])])
         words = [self.function, *self.overrides, "--config", self.path, *(["--args"] if self.arguments else [])]
         return shlex.join([*words, *self.arguments])
 
     def configuration(self) -> Configuration:
-        """Read the configuration. Nothing is loaded, and no code of it runs."""
+        """Read the configuration, without loading it or running code of it."""
         return load_configuration(self.path, self.overrides, self.trust)
 
     def load(self) -> tuple[Configuration, Callable[..., Experiment | Function]]:
-        """Load the configuration. Return it and what builds the experiment or the function: `build(mesh, only_shapes=...)`."""
+        """Load the configuration; return it and a builder of the program: `build(mesh, only_shapes=...)`."""
         from jshard.signals import active_config
 
         configuration = active_config.use(self.configuration())
@@ -80,25 +80,25 @@ class Target:
         from jshard.training.function import FunctionCall
 
         call = FunctionCall.of(self.function, self.arguments)
-        if active_config.configuration() is not configuration:  # the function's module has loaded one of its own
+        if active_config.configuration() is not configuration:  # replaced by the function's module
             configuration = active_config.use(self.configuration())
         return configuration, functools.partial(call.built, configuration)
 
 
 def is_function(path: str) -> bool:
-    """Whether it is `module:function` and not the path of a file."""
+    """Return whether `path` is `module:function` and not a file."""
     return IMPORT_PATH.parse(path) is not None and not path.startswith("git:") and not os.path.exists(path)
 
 
 def function_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Add what a command takes besides configurations: `module:function`, its arguments and its configuration, or several."""
+    """Add the options for a function: `--args` and `--config`, or several `--config`."""
     added = parser.add_argument_group(
         "a function in place of an experiment",
-        "PATH may be module:function, found from this folder. Each word behind --args is an argument of it: a shape such "
-        "as float32[64,784], int32[64] or key[]; with @data,None behind it to lay its axes over mesh axes (a+b is two); or "
-        "module:name, an array, a jax.ShapeDtypeStruct, an NNX module or optimizer, or a pytree of these, or a function "
-        "that returns one without arguments; the parts of a tuple are several arguments.",
+        "PATH may be module:function, found from this folder. Each word after --args is an argument: a shape such as "
+        "float32[64,784], int32[64] or key[], with @data,None at its end to split axes over mesh axes (a+b is two); or "
+        "module:name, naming an array, a jax.ShapeDtypeStruct, an NNX module or optimizer, a pytree of these, or a "
+        "function that returns one without arguments. The parts of a tuple are several arguments.",
     )
     added.add_argument("--args", nargs="+", metavar="SHAPE", help="its arguments")
     how = "append" if several else "store"
-    added.add_argument("--config", metavar="FILE", action=how, help="its configuration; JSHARD_CONFIG unless said")
+    added.add_argument("--config", metavar="FILE", action=how, help="its configuration; default: JSHARD_CONFIG")

@@ -1,4 +1,4 @@
-"""How wide the window is, and whether colour is wanted; both only where someone looks at a terminal."""
+"""Output fitted to a terminal: its width, and colours."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from jshard.errors import printable
 from jshard.printing.table import folded_row
 
 COLOURS = {"+": "32", "-": "31", "~": "33"}  # green, red, yellow
-STANDARD = 80  # columns of a terminal that does not say
+STANDARD = 80  # columns of a terminal of unknown width
 
 
 def width(stream: TextIO | None = None) -> int | None:
-    """Return the columns of the terminal that `stream` (stdout) is; None when it goes into a pipe or a file, where nothing is
-    folded."""
+    """Return the columns of the terminal `stream` (stdout); None for a pipe or a file, without folding."""
     there: TextIO = sys.stdout if stream is None else stream
     if not there.isatty():
         return None
@@ -26,18 +25,17 @@ def width(stream: TextIO | None = None) -> int | None:
 
 
 def show(text: str) -> None:
-    """Print text: folded to the window, and in colour, where there is a window."""
+    """Print text, folded and coloured on a terminal."""
     print(coloured(fitted(text, width())))
 
 
 def tell(text: str) -> None:
-    """Print sentences on stderr, folded where that is a terminal."""
+    """Print sentences on stderr, folded on a terminal."""
     print(fitted(text, width(sys.stderr)), file=sys.stderr)
 
 
 def fitted(text: str, columns: int | None) -> str:
-    """Fold text so that no line is longer than the window, and escape what a terminal would obey. A row of a table is folded
-    between its cells."""
+    """Fold text to the window, and escape control characters. Rows of a table fold between cells."""
     text = printable(text, keep="\n")
     if columns is None:
         return text
@@ -53,7 +51,7 @@ def _fold(line: str, columns: int) -> list[str]:
 
 
 def coloured(text: str) -> str:
-    """Colour lines that begin with + - ~, and those that no signal asked for, on a terminal."""
+    """Colour lines marked + - ~ and remarks, such as on unrequested collectives, on a terminal."""
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
         return text
     return "\n".join(map(_painted, text.split("\n")))

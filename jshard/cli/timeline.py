@@ -13,7 +13,7 @@ FILE = "timeline.html"
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jshard timeline [-h] RUN [-o timeline.html] [--json]"
     parser.set_defaults(needs=("the folder of a run", "runs/digits"))
-    parser.epilog = "RUN is the folder of a run, or any that JAX's profiler wrote into."
+    parser.epilog = "RUN is the folder of a run, or a folder written by JAX's profiler."
     parser.add_argument("-o", "--output", metavar=FILE, help=f"the page to write; {FILE} unless --json is given")
     parser.add_argument("--json", action="store_true", help="print each event as a line of JSON")
 
@@ -21,7 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     if chosen.overrides:
         raise JShardError(
-            f"jshard timeline draws what was captured, and takes no {chosen.overrides[0]}",
+            f"jshard timeline draws a finished capture, and can't change {chosen.overrides[0]}",
             hint=f"type: jshard trace and the configuration, then jshard timeline {chosen.path}",
         )
     from jshard.inspect.timeline import timeline

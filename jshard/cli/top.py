@@ -1,4 +1,4 @@
-"""`jshard top`: the processes of a run, a row each, from the logs that they write."""
+"""`jshard top`: the processes of a run, a row each, from their logs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from jshard.training.telemetry.process_status import Standing
 
 SCHEMA = "jshard.top/1"
-EVERY = 1.0  # seconds between two looks
-WIDE = 200  # columns where nothing says how many there are
-# Columns that are there where a run of tokens knows them: heading -> field of a row, and its form.
+EVERY = 1.0  # seconds between two tables
+WIDE = 200  # columns without a terminal
+# Columns for a run on tokens: heading -> field of a row, and its format.
 OF_TOKENS = {
     "perplexity": ("perplexity", "{:,.4g}".format), "tokens/s": ("tokens_per_second", "{:,.0f}".format),
     "of peak": ("share_of_peak", "{:.1%}".format),
@@ -29,16 +29,16 @@ OF_TOKENS = {
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jshard top [-h] RUN [--once] [--json]"
-    parser.epilog = "RUN is the output folder of a run that was trained with log=true; it may be over."
+    parser.epilog = "RUN is the output folder of a run trained with log=true; the run may have ended."
     parser.add_argument("run", metavar="RUN", help="the output folder of a run, or its folder of logs")
     parser.add_argument(
-        "--once", action="store_true", help="one table, and no more; so it is where stdout is no terminal"
+        "--once", action="store_true", help="print one table and end; the default if stdout is no terminal"
     )
     parser.add_argument("--json", action="store_true", help="one JSON document, its schema named in it")
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Draw the table; on a terminal anew each second until all have ended, or Ctrl-C."""
+    """Draw the table; on a terminal redraw it each second until all processes have ended, or Ctrl-C."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
@@ -53,7 +53,7 @@ def run(chosen: argparse.Namespace) -> int:
         return 0
 
     def look() -> tuple[bool, Group]:
-        """Read what is new; return whether all have ended, and what to draw."""
+        """Read new lines of the logs; return whether all processes have ended, and the table."""
         rows = standings(logs.read(), time.time())
         return all(row.is_over for row in rows), Group(table(name, rows), *map(Text, logs.faults))
 
@@ -70,7 +70,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def table(name: str, rows: list[Standing]) -> Table:
-    """Make the table: stragglers in yellow, with the reason in the last column."""
+    """Return the table: stragglers in yellow, with the reason in the last column."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""`jshard trace`: capture what the devices do in a few steps, of an experiment or of a run that goes on."""
+"""`jshard trace`: a capture of a few steps, of an experiment or of a run in progress."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 STEPS = 3
 WAIT = 60.0  # seconds for a run to take a step
-LATER = 30.0  # and for the other processes of it, behind the first
+LATER = 30.0  # seconds for its other processes, after the first
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jshard trace [-h] PATH|RUN [key=value ...] [--trust] [--steps 3] [-o RUN] [--wait 60]"
     parser.set_defaults(needs=("a configuration or the folder of a run", "configs/digits.yaml"))
-    parser.add_argument("--steps", type=int, default=STEPS, metavar="3", help=f"so many steps; {STEPS} when left out")
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="3", help=f"the number of steps; default: {STEPS}")
     parser.add_argument(
         "-o",
         "--output",
         metavar="RUN",
-        help="the run's folder to capture into; the experiment's own output when left out",
+        help="the run's folder for the capture; default: the experiment's output",
     )
     parser.add_argument(
-        "--wait", type=float, default=WAIT, metavar="60", help="of a run that goes on: seconds to wait for a step of it"
+        "--wait", type=float, default=WAIT, metavar="60", help="seconds to wait for a step of a run in progress"
     )
 
 
@@ -77,16 +77,16 @@ def _say(capture: Capture, folder: Path) -> None:
     show(f"to see them, type: jshard timeline {folder} -o timeline.html")
 
 
-# -- a run that goes on --
+# -- a run in progress --
 
 
 def _of_run(folder: Path, chosen: argparse.Namespace) -> int:
-    """Ask by a file that the run's loop looks for, and wait for what it captures."""
+    """Request a capture by a file for the run's loop, and wait for the result."""
     for option, given in (("-o", chosen.output), ("key=value", chosen.overrides)):
         if given:
             raise JShardError(
-                f"{option} is for a run that jshard trace starts, and {folder} is the folder of one that goes on",
-                hint=f"leave it away, or type: jshard trace {folder / CONFIGURATION}",
+                f"{option} is for an experiment that jshard trace starts, and {folder} is the folder of a run",
+                hint=f"remove it, or type: jshard trace {folder / CONFIGURATION}",
             )
     identity = secrets.token_hex(8)
     clear(folder)
@@ -115,7 +115,7 @@ def _of_run(folder: Path, chosen: argparse.Namespace) -> int:
         wanted.unlink(missing_ok=True)
     if missing:
         ranks = ", ".join(map(str, missing))
-        print(f"nothing was seen of process {ranks}, which may write to a disk of its own", file=sys.stderr)
+        print(f"process {ranks} wrote no capture here: it may write to a disk of another host", file=sys.stderr)
     from jshard.inspect.timeline.capture import captures
 
     _say(captures(folder)[0], folder)
@@ -123,7 +123,7 @@ def _of_run(folder: Path, chosen: argparse.Namespace) -> int:
 
 
 def _waited(folder: Path, identity: str, rank: int, seconds: float) -> dict | None:
-    """Wait for what a process tells of the capture that was asked for; None when time is up."""
+    """Wait for a process's answer to the request, and return it; None when time is up."""
     file, end = folder / TRACE / f"rank{rank}" / CAPTURED, time.monotonic() + seconds
     while True:
         if file.exists() and (answer := json.loads(file.read_text())).get("asked") == identity:
@@ -134,6 +134,6 @@ def _waited(folder: Path, identity: str, rank: int, seconds: float) -> dict | No
 
 
 def clear(folder: Path) -> None:
-    """Remove an earlier capture, of as many processes as it was: only folders that jshard wrote."""
+    """Remove an earlier capture of any number of processes: only folders written by jshard."""
     for answer in (folder / TRACE).glob(f"rank*/{CAPTURED}"):
         shutil.rmtree(answer.parent)

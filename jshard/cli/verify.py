@@ -1,4 +1,4 @@
-"""`jshard verify`: the sharded program held against the same program on one device."""
+"""`jshard verify`: a comparison of the sharded program with the program on a single device."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from jshard.launch.cluster_env import found as membership
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mesh", action="append", default=[], metavar="data=4,tensor=2", help="on this mesh as well")
+    parser.add_argument(
+        "--mesh", action="append", default=[], metavar="data=4,tensor=2", help="compare on this mesh too"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document, its schema named in it")
     function_arguments(parser)
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Print what was found; return 0 when they are equal, 1 when they are not."""
+    """Print the comparison; return 0 if both are equal, else 1."""
     from jshard.cli.experiment import built, pretend_where_none
 
     meshes, target = {words: sizes_of(words) for words in chosen.mesh}, Target.of(chosen)
@@ -38,7 +40,7 @@ def run(chosen: argparse.Namespace) -> int:
 
     with as_user_error("it is traced"):
         found = dataclasses.replace(program.verify([*meshes.values()]), short=short)
-    if jax.process_index() != 0:  # the first speaks for all
+    if jax.process_index() != 0:  # process 0 prints for all
         return 0
     if chosen.json:
         print(found.to_json())
@@ -48,7 +50,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _short_enough(target: Target) -> tuple[Target, str]:
-    """Return what is verified in place of a large model, and the words that say so."""
+    """Return the target, or its short version if the model is large, with words about it."""
     if target.function is not None:
         return target, ""
     from jshard.training.experiments.experiment import at_two_layers

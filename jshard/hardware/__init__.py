@@ -1,1 +1,1 @@
-"""Hardware: the chips that jshard knows, and what this host has. No JAX."""
+"""Hardware: the chips known to jshard, and the devices of this host. No JAX."""

@@ -1,5 +1,5 @@
-"""The chips that jshard knows, one row each: what JAX calls them, how many there may be and in what shapes, and what their
-makers say they can do. Imports no JAX, so that a configuration which names one is checked at once."""
+"""The chips known to jshard, a row each: JAX's names, possible numbers and shapes, and the makers'
+figures. Imports no JAX, so that a configuration with a chip is checked at once."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from typing import Any, Literal
 
 Platform = Literal["cpu", "gpu", "tpu"]
 GIB = 2**30
-# Seconds until what one host sends to another arrives. No maker of TPUs states one; XLA's model of GPUs has a round trip of
-# 68.89 us x 0.45 (xla/service/gpu/model/sol_gpu_cost_model.cc, H100), which counts for all.
+# Seconds from a send to its arrival on another host. No TPU maker states it. XLA's model of GPUs has a round trip of
+# 68.89 us x 0.45 (xla/service/gpu/model/sol_gpu_cost_model.cc, H100), used for all chips.
 HOP = 0.45 * 68.89e-6 / 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One kind of chip. Rates are peaks that its maker states, for a whole chip; nothing here is measured."""
+    """A kind of chip. Rates are its maker's stated peaks for a whole chip; nothing here is measured."""
 
     name: str
     platform: Platform
-    kind: str = ""  # as JAX calls it
-    others: tuple[str, ...] = ()  # what JAX calls it too, lower case; for a GPU the beginning
+    kind: str = ""  # JAX's name
+    others: tuple[str, ...] = ()  # other names in JAX, lower case; for a GPU the beginning
     devices: int = 1  # JAX devices on one chip
     vmem: int = 0  # MiB of a TPU core's fast memory
-    memory: int = 0  # bytes of a chip that programs can use
-    flops: Mapping[str, float] = dataclasses.field(default_factory=dict)  # a second, by dtype of the operands
-    bandwidth: float = 0.0  # bytes a second, of the chip's memory
-    link: float = 0.0  # bytes a second one way: of one of a TPU's links, or of all that a GPU has; 0 if unknown
+    memory: int = 0  # bytes usable by programs
+    flops: Mapping[str, float] = dataclasses.field(default_factory=dict)  # per second, by dtype of the operands
+    bandwidth: float = 0.0  # bytes per second of the chip's memory
+    link: float = 0.0  # bytes per second one way: of a TPU's single link, or of all of a GPU; 0 if unknown
     axes: int = 0  # of the torus: a TPU has two links along each
-    clock: float = 0.0  # cycles a second of a TPU's cores, that its compiler counts in
+    clock: float = 0.0  # cycles per second of a TPU's cores, the unit of its compiler
     source: str = ""
-    examples: tuple[str, ...] = ()  # sizes to plan for; none where too few figures are known
-    host: int = 0  # GPUs that share NVLink
-    between_hosts: float = 0.0  # bytes a second one way, a chip: between hosts with GPUs, between slices of TPUs
-    config: str = ""  # what the compiler is told of a TPU: that two cores are one device
-    gpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the compiler is told of a GPU
+    examples: tuple[str, ...] = ()  # sizes to plan for; none if too few figures are known
+    host: int = 0  # GPUs connected by NVLink
+    between_hosts: float = 0.0  # bytes per second one way and chip: between GPU hosts, or TPU slices
+    config: str = ""  # an option of a TPU's compiler: two cores are one device
+    gpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # properties for a GPU's compiler
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of products of this dtype, for one device; of the next wider one where none is stated."""
+        """Return a device's FLOP/s of products in this dtype, or in the next wider dtype with a figure."""
         for known in (dtype, "bfloat16" if dtype == "float16" else "float32"):
             if known in self.flops:
                 return self.flops[known] / self.devices
@@ -46,7 +46,7 @@ class Chip:
 
     @property
     def device_memory(self) -> int:
-        """Bytes that one device can use."""
+        """The usable bytes of a device."""
         return self.memory // self.devices
 
 
@@ -61,14 +61,14 @@ FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 DEEP = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 COUNTS = ("1", "2", "4", "8", "16", "64")
 # A TPU multiplies float32 in bfloat16 passes: jax's default precision is one pass, so its rate is bfloat16's.
-# A clock is the peak over what the matrix units of one device multiply in a cycle: 4 of 128 x 128 numbers (v4, v5p: 8, in two
-# cores), of 256 x 256 from v6e on. By it XLA's cycles have a product of 4096 x 4096 x 4096 numbers at 83 to 97 % of the peak.
-# VMEM is what jax's own pltpu.get_tpu_info_for_chip says. Usable memory of TPUs is what their compiler says it has when a
-# program is too large (docs/design/0008-plan.md).
-# Between slices goes what the maker states of the network: of v5e 6.4 Tbit/s for a pod of 256 (two NICs of 100 Gbit/s for a
-# host of 8), of v6e 25.6 Tbit/s for 256, of v5p 50 Gbit/s a chip; of v4 and tpu7x, for which none was found, v5p's.
-# A link's rate is the stated "bidirectional ICI bandwidth per chip", halved, and divided among the chip's links. Of v6e an
-# older page of its maker's says 3,584 Gbit/s and the present one 3,200: 112 and 100 GB/s a link. The present one counts.
+# The clock is the peak divided by the products of a device's matrix units in a cycle: 4 units of 128 x 128 (v4, v5p: 8, in
+# two cores), of 256 x 256 from v6e on. By this clock, XLA's cycles for 4096 x 4096 x 4096 are at 83 to 97 % of the peak.
+# VMEM is from jax's own pltpu.get_tpu_info_for_chip. Usable memory of TPUs is from their compiler's error for a program that
+# is too large (docs/design/0008-plan.md).
+# The rate between slices is the maker's figure for the network: v5e 6.4 Tbit/s for a pod of 256 (two NICs of 100 Gbit/s for a
+# host of 8), v6e 25.6 Tbit/s for 256, v5p 50 Gbit/s per chip. For v4 and tpu7x none was found, and v5p's is used.
+# A link's rate is the stated "bidirectional ICI bandwidth per chip", halved, and divided among the chip's links. For v6e, an
+# older page has 3,584 Gbit/s and the present page 3,200 (112 and 100 GB/s per link): the present page counts.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (

@@ -1,4 +1,4 @@
-"""What this host has to compute with, told without starting JAX."""
+"""The computing devices of this host, found without starting JAX."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-PORTS = range(20_000, 32_768)  # below those that Linux and others give to connections, which another run has many of
+PORTS = range(20_000, 32_768)  # below the ports of outgoing connections on Linux and others
 
 
 def nvidia_cards(environment: Mapping[str, str] = os.environ) -> int:
-    """The NVIDIA GPUs that a process sees."""
+    """Return the number of NVIDIA GPUs visible to a process."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     return len([*(Path("/dev").glob("nvidia[0-9]*") if visible is None else filter(None, visible.split(",")))])
 
 
 def computes_on_cpus(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a process of this host will compute on CPUs: it is told to, or there is neither a GPU nor a TPU."""
+    """Return whether a process of this host computes on CPUs: by JAX_PLATFORMS, or without a GPU or TPU."""
     if platforms := environment.get("JAX_PLATFORMS"):
         return platforms.startswith("cpu")
     return not nvidia_cards(environment) and not any(
         [*Path("/dev").glob(name)]
-        for name in ("accel[0-9]*", "vfio/[0-9]*", "kfd")  # two of TPUs, and AMD's
+        for name in ("accel[0-9]*", "vfio/[0-9]*", "kfd")  # two for TPUs, and AMD's
     )
 
 
 def memory_of_host() -> int:
-    """The bytes of memory that this host has."""
+    """Return the bytes of memory of this host."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_port() -> int:
-    """A port of loopback that nobody has now, nor is likely to have before a process listens there."""
+    """Return a port of loopback that is free, and likely to stay free until a process listens there."""
     for port in random.SystemRandom().sample(PORTS, 64):
         with socket.socket() as trial:
             try:

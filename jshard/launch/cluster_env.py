@@ -1,4 +1,4 @@
-"""Which process of how many this one is, where the first can be reached, and which GPUs are its own, by the environment."""
+"""The number of this process, the address of process 0, and its GPUs, from the environment."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from jshard.errors import JShardError
 from jshard.hardware.host import nvidia_cards
 
-PORT = 8476  # where the first process listens when the environment names its host alone
+PORT = 8476  # of process 0, if the environment names only its host
 
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-    """Process `rank` of `processes`; the first listens at `coordinator`, a `host:port`."""
+    """Process `rank` of `processes`; process 0 listens at `coordinator`, a `host:port`."""
 
     coordinator: str
     processes: int
@@ -41,11 +41,11 @@ class Membership:
 
     @property
     def is_local(self) -> bool:
-        """Whether all processes are on this machine, so that nothing has to listen beyond it."""
+        """True if all processes are on this machine, so that none listens beyond it."""
         return self.address[0] == "localhost" or self.address[0].startswith("127.") or self.address[0] == "::1"
 
     def variables(self) -> dict[str, str]:
-        """List what a process needs in its environment to find the same."""
+        """Return the environment for a process with this membership."""
         return {
             "JAX_COORDINATOR_ADDRESS": self.coordinator,
             "JAX_NUM_PROCESSES": str(self.processes),
@@ -54,13 +54,13 @@ class Membership:
 
 
 def found(environment: Mapping[str, str] = os.environ) -> Membership | None:
-    """Read what JAX_NUM_PROCESSES and its like say, else what Slurm, Open MPI, Kubernetes or Cloud TPU has set; None when this
-    process stands alone."""
+    """Return the membership from JAX_NUM_PROCESSES and the like, or from Slurm, Open MPI,
+    Kubernetes or Cloud TPU. Return None for a single process."""
     for look in (_named, _slurm, _open_mpi, _cloud_tpu):
         if (membership := look(environment)) is not None:
             return membership
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
-        raise JShardError(  # Kubernetes has no variable for how many pods an indexed Job has
+        raise JShardError(  # Kubernetes has no variable for the number of pods of an indexed Job
             f"Kubernetes says that this is process {environment['JOB_COMPLETION_INDEX']}, but not of how many",
             hint="set JAX_NUM_PROCESSES and JAX_COORDINATOR_ADDRESS in the pod, as examples/cluster/jobset.yaml does",
         )
@@ -68,14 +68,14 @@ def found(environment: Mapping[str, str] = os.environ) -> Membership | None:
 
 
 def _named(environment: Mapping[str, str]) -> Membership | None:
-    """Read the three variables of JAX's own name. In a JobSet the number of a process is its completion index."""
+    """Read JAX's own three variables. In a JobSet the number of a process is its completion index."""
     count = environment.get("JAX_NUM_PROCESSES")
     rank = environment.get("JAX_PROCESS_ID", environment.get("JOB_COMPLETION_INDEX"))
     if count is None:
         return None
     if rank is None:
         if any(look(environment) for look in (_slurm, _open_mpi, _cloud_tpu)):
-            return None  # the scheduler knows the rank, and the count is said again
+            return None  # the scheduler has the rank, and the count too
         raise JShardError(
             f"JAX_NUM_PROCESSES is {count}, but JAX_PROCESS_ID is not set",
             hint=f"set JAX_PROCESS_ID to the number of this process, from 0 to {_number('JAX_NUM_PROCESSES', count) - 1}",
@@ -105,7 +105,8 @@ def _slurm(environment: Mapping[str, str]) -> Membership | None:
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Membership | None:
-    """Find a process of `mpirun`. Version 4 tells where `mpirun` runs by an address, version 5 by the name of the job."""
+    """Return the membership of a process of `mpirun`. Version 4 gives its host by an address,
+    version 5 by the job's name."""
     count, rank = map(environment.get, ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"))
     if not (count and rank) or count == "1":
         return None
@@ -123,7 +124,7 @@ def _open_mpi(environment: Mapping[str, str]) -> Membership | None:
 
 
 def _cloud_tpu(environment: Mapping[str, str]) -> Membership | None:
-    """Find a worker of a TPU slice, or of several slices, each of as many workers."""
+    """Return the membership of a worker of a TPU slice, or of several slices of equally many workers."""
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
     worker = environment.get("TPU_WORKER_ID")
     if not (hosts and worker):
@@ -147,7 +148,7 @@ def _cloud_tpu(environment: Mapping[str, str]) -> Membership | None:
 def _member(
     environment: Mapping[str, str], host: str, count: str, rank: str, by: str, names: tuple[str, str], seed: str
 ) -> Membership:
-    """Build a membership. `seed` is what two jobs on one host differ in: their ports do too, most likely."""
+    """Build a membership. Jobs on the same host differ in `seed`, and so most likely in their ports."""
     coordinator = _with_port(host, environment, port=49152 + zlib.crc32(seed.encode()) % 8192)
     return Membership(coordinator, _number(names[0], count), _number(names[1], rank), by)
 
@@ -170,21 +171,21 @@ def _number(name: str, value: str) -> int:
     return int(value)
 
 
-# -- the GPUs of a host: JAX would give all of them to each of its processes --
+# -- the GPUs of a host: JAX would give all GPUs to each process --
 
 
 def cards_of(
     local: int, count: int, environment: Mapping[str, str] = os.environ, *, strict: bool = False
 ) -> dict[str, str]:
-    """Return the variable by which process `local` of `count` on this host takes its even part; none where there is nothing to
-    share out. A part that is not even is an error if `strict`, else a scheduler has shared them out itself."""
+    """Return the variable for the GPUs of process `local` of `count` on this host, an equal part each. Return
+    none without GPUs to share. An unequal part is an error if `strict`; otherwise a scheduler has shared them."""
     if "JAX_LOCAL_DEVICE_IDS" in environment or environment.get("JAX_PLATFORMS") == "cpu":
         return {}
     cards = nvidia_cards(environment)
     if cards % count and strict:
         raise JShardError(
-            f"{cards} GPUs can't be shared out evenly to {count} processes",
-            hint="start a number of processes that divides them, or set JAX_PLATFORMS=cpu",
+            f"{cards} GPUs can't be divided evenly among {count} processes",
+            hint=f"start a number of processes that divides {cards}, or set JAX_PLATFORMS=cpu",
         )
     if not cards or cards % count:
         return {}
@@ -193,7 +194,7 @@ def cards_of(
 
 
 def place_on_host(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """Find which process of how many on this host a scheduler says that this one is; None where it is the only one."""
+    """Return this process's number on its host and the count there, from a scheduler; None if alone."""
     if "OMPI_COMM_WORLD_LOCAL_RANK" in environment:
         local, count = environment["OMPI_COMM_WORLD_LOCAL_RANK"], environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
     elif "SLURM_LOCALID" in environment and "SLURM_STEP_TASKS_PER_NODE" in environment:

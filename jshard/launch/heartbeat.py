@@ -1,4 +1,4 @@
-"""What a process is doing, for whoever wants to know: its launcher, by a pipe, and the other processes' watchdogs."""
+"""The state of a process, for its launcher by a pipe, and for the watchdogs of other processes."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import time
 from typing import Any
 
 STATUS = "JSHARD_LAUNCH_STATUS"  # the launcher's pipe: its file descriptor, in this process's environment
-ALL = "JSHARD_LAUNCH_ALL"  # set where one launcher has started all processes, and so sees the first that fails
-BAR = "JSHARD_LAUNCH_BAR"  # set where the launcher draws a bar of what the first process says
-MEMORY = "JSHARD_LAUNCH_MEMORY"  # its memory, which outlives this process and so tells where it was killed
+ALL = "JSHARD_LAUNCH_ALL"  # set if one launcher has started all processes, and so sees the first failure
+BAR = "JSHARD_LAUNCH_BAR"  # set if the launcher draws a bar of the first process
+MEMORY = "JSHARD_LAUNCH_MEMORY"  # the launcher's memory: it outlives a killed process, with its last step
 PLACE = struct.Struct("<q24s")  # step and phase
 
 
 class Pulse:
-    """`pulse.at("step", 12)` costs a few attribute writes; others read it from a thread, now and then."""
+    """The state of this process. `pulse.at("step", 12)` costs a few writes of attributes."""
 
     def __init__(self) -> None:
         self.phase, self.step, self.of, self.says = "starting", 0, 0, ""
         self.since = time.monotonic()
         self.results: collections.deque[tuple[int, Any]] = collections.deque(maxlen=64)
         self.done = 0
-        self.stands_in = ""  # the collective that others wait in for this process, where it is known
+        self.stands_in = ""  # the collective in which others wait for this process, if known
         pipe, memory = os.environ.get(STATUS), os.environ.get(MEMORY)
         self.pipe = int(pipe) if pipe else None
         self.memory = mmap.mmap(int(memory), PLACE.size) if memory else None
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """Set the phase that this process is in from now on."""
+        """Set the phase of this process."""
         self.phase, self.since = phase, time.monotonic()
         if step is not None:
             self.step = step
@@ -39,16 +39,16 @@ class Pulse:
             PLACE.pack_into(self.memory, 0, self.step, phase.encode())
 
     def stands(self, place: str) -> None:
-        """Set the collective that the others wait for this process in. Told at once: it may be killed before a beat."""
+        """Set the collective in which others wait for this process, and send it before a possible kill."""
         self.stands_in = place
         self.tell()
 
     def waits(self, step: int, result: object) -> None:
-        """Note a `result` that is there once this step is done."""
+        """Note a `result` that is ready at the end of this step."""
         self.results.append((step, result))
 
     def look(self) -> int:
-        """Return the last step that is done, by its result. For the watching thread."""
+        """Return the last finished step, by its result. For the watching thread."""
         while self.results:
             step, result = self.results[0]
             if not result.is_ready():
@@ -59,7 +59,7 @@ class Pulse:
 
     @property
     def is_seen_with_all(self) -> bool:
-        """Whether one launcher reads what all processes say: none need repeat what another says."""
+        """True if one launcher reads the output of all processes, so that none repeats another's."""
         return self.pipe is not None and bool(os.environ.get(ALL))
 
     @property
@@ -69,14 +69,14 @@ class Pulse:
 
     @property
     def doing(self) -> str:
-        """The phase; behind a step that is done, `after`: it reads data, evaluates or saves."""
+        """The phase, or `after` for a finished step: reading data, evaluating or saving."""
         return "after" if self.phase == "step" and self.done == self.step else self.phase
 
     def tell(self, **more: object) -> None:
-        """Send a line to the launcher, where there is one."""
+        """Send a line to the launcher, if there is one."""
         if self.pipe is None:
             return
         try:
             os.write(self.pipe, json.dumps({**self.facts, **more}).encode() + b"\n")
-        except OSError:  # the launcher is gone, and with it whoever would read
+        except OSError:  # the launcher has ended
             self.pipe = None

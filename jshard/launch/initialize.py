@@ -1,4 +1,4 @@
-"""A process joins the others: roll call, JAX's own service, and an end that takes the others along when something fails."""
+"""Joining the other processes: roll call, JAX's own service, and an end of all after a failure."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from jshard.launch.rendezvous import AlreadyReported, Facts, answer
 from jshard.layouts.pretend import THREADS_PER_DEVICE, keep_freed, pretend
 from jshard.version import versions
 
-START_TIMEOUT = 60.0  # seconds that all processes have to appear in
-PRECEDENCE = 2.0  # seconds that rank 0 has to say what it has told the others before they end, or they to ask it
-HEARTBEAT = 7 * 24 * 3600  # JAX counts on the wall's clock, where a jump would end all; the watchdog misses who is gone
-STEP_TIMEOUT = 300.0  # seconds without a step after which a run counts as hung
+START_TIMEOUT = 60.0  # seconds for all processes to appear
+PRECEDENCE = 2.0  # seconds for rank 0 to print a fault before the others end, or for them to ask it
+HEARTBEAT = 7 * 24 * 3600  # JAX uses the wall clock, and a jump would end all; the watchdog finds lost processes
+STEP_TIMEOUT = 300.0  # seconds without a step before a run counts as hung
 
 
 class _Joined:
-    """What this process has joined, once."""
+    """The launch that this process has joined, once."""
 
     membership: Membership | None = None
     pulse: Pulse = Pulse()
-    status: Any = None  # that sys.exit was called with
-    unwatch: Any = None  # ends being watched
+    status: Any = None  # of sys.exit
+    unwatch: Any = None  # ends the watchdog
 
 
 def init(
@@ -45,10 +45,10 @@ def init(
     facts: Mapping[str, Facts] | None = None,
     preemption: bool = False,
 ) -> Membership | None:
-    """Join the launch that this process belongs to; does nothing when it stands alone. Call it before JAX does anything.
+    """Join the launch of this process; without a launch, do nothing. Call it before JAX does anything.
 
-    `devices` pretends so many CPU devices, in all processes together. `preemption` leaves SIGTERM to JAX, for a program
-    that saves when `reached_preemption_sync_point` says so; else SIGTERM ends it.
+    `devices` is the number of CPU devices to pretend, in all processes together. `preemption` leaves
+    SIGTERM to JAX, for a program that saves at `reached_preemption_sync_point`; else SIGTERM ends it.
     """
     if _Joined.membership is not None:
         return _Joined.membership
@@ -68,15 +68,15 @@ def init(
     _start_jax(membership, start, preemption)
     _Joined.membership = membership
     _Joined.pulse.tell(joined=True)
-    from jshard.launch.watchdog import watch  # reads JAX's service, which is there from here on
+    from jshard.launch.watchdog import watch  # needs JAX's service
 
     _Joined.unwatch = watch(membership, _Joined.pulse, step)
-    atexit.register(_leave)  # after JAX's own, so before it
+    atexit.register(_leave)  # registered after JAX's, so run before it
     return membership
 
 
 def _timeout(variable: str, given: float | None, otherwise: float) -> float:
-    """Return the seconds that `jshard.init` was given, or else the environment says."""
+    """Return the seconds given to `jshard.init`, or by the environment."""
     said: Any = os.environ.get(variable, otherwise) if given is None else given
     try:
         seconds = float(said)
@@ -90,14 +90,13 @@ def _timeout(variable: str, given: float | None, otherwise: float) -> float:
 
 
 def unwatch() -> None:
-    """Stop telling the other processes what this one does; they no longer miss it: to measure what being watched costs."""
+    """Stop reporting to the other processes, without being missed: to measure the cost of the watchdog."""
     if _Joined.unwatch is not None:
         _Joined.unwatch()
 
 
 def _leave() -> None:
-    """Leave in order: JAX waits for all processes now. One that ends by `sys.exit(3)` does not: the others are not at their
-    end."""
+    """Leave in order: JAX waits for all processes. After `sys.exit(3)` it must not: the others don't end."""
     if _Joined.status not in (None, 0):
         _exit(_Joined.status if isinstance(_Joined.status, int) else 1)
     _Joined.pulse.at("ended")
@@ -105,19 +104,20 @@ def _leave() -> None:
 
 
 def joined() -> Membership | None:
-    """Return what this process has joined."""
+    """Return the membership of this process, or None."""
     return _Joined.membership
 
 
 def pulse() -> Pulse:
-    """Return this process's status, which the other processes and `jshard top` read. A loop of your own calls
-    `jshard.pulse().at("step", 12)` before a step and `.waits(12, loss)` after it; `jshard train` does so by itself."""
+    """Return this process's status for other processes and `jshard top`. Your own loop calls
+    `jshard.pulse().at("step", 12)` before a step and `.waits(12, loss)` after it; `jshard train`
+    does so by itself."""
     return _Joined.pulse
 
 
 def pretend_part(devices: int, processes: int, platforms: str | None = "cpu", label: str = "") -> None:
-    """Pretend this process's part of so many CPU devices, as `pretend` does; `label` names them in an error. Every process
-    has the threads of all, so that none computes otherwise."""
+    """Pretend this process's part of `devices` CPU devices; `label` names the devices in an error.
+    Every process has the threads of all devices, so that all compute equally."""
     if devices % processes:
         counts = [count for count in range(1, devices + 1) if devices % count == 0]
         near = [
@@ -125,12 +125,12 @@ def pretend_part(devices: int, processes: int, platforms: str | None = "cpu", la
             *[each for each in counts if each > processes][:1],
         ]
         raise JShardError(
-            f"{label or f'{devices} devices'} can't be shared out evenly to {processes} processes",
+            f"{label or f'{devices} devices'} can't be divided evenly among {processes} processes",
             hint=f"start {' or '.join(map(str, near))} of them: jshard launch -n {near[-1]}",
         )
     os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * devices))
     asked = os.environ.get("JAX_NUM_CPU_DEVICES", "")
-    if asked.isdecimal() and int(asked) > devices // processes:  # pretended for one process, in the environment
+    if asked.isdecimal() and int(asked) > devices // processes:  # set for a single process
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices // processes)
     pretend(devices // processes, platforms)
 
@@ -143,7 +143,7 @@ def _start_jax(membership: Membership, seconds: float, preemption: bool) -> None
     jax.config.update("jax_enable_preemption_service", preemption)
     bind = None
     if membership.is_local:
-        bind = membership.coordinator  # JAX would listen on every address of this machine
+        bind = membership.coordinator  # else JAX listens on every address of this machine
         _keep_gloo_here()
     jax.distributed.initialize(
         membership.coordinator,
@@ -157,7 +157,7 @@ def _start_jax(membership: Membership, seconds: float, preemption: bool) -> None
 
 
 def _keep_gloo_here() -> None:
-    """Make Gloo listen on loopback: it takes the address of this machine's name, and JAX has no setting for it."""
+    """Make Gloo listen on loopback: it uses the address of the host's name, and JAX has no setting."""
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     if not isinstance(_jax.make_gloo_tcp_collectives, functools.partial):
@@ -165,7 +165,7 @@ def _keep_gloo_here() -> None:
 
 
 def _hold_end() -> None:
-    """End a process that fails at once: at an orderly exit JAX would wait for the others, and they for it."""
+    """Make a failing process end at once: an orderly exit of JAX would wait for the others."""
 
     def ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         fail(error.with_traceback(trace))
@@ -187,7 +187,7 @@ def _hold_end() -> None:
 
 
 def fail(error: BaseException) -> NoReturn:
-    """Say what went wrong, tell the other processes, and end this one with no further word."""
+    """Print the error, report it to the other processes, and end this process at once."""
     status = 1
     if isinstance(error, KeyboardInterrupt):
         status = 130
@@ -197,10 +197,10 @@ def fail(error: BaseException) -> NoReturn:
             print(error, file=sys.stderr)
     elif (lost := _lost(error)) is not None:
         culprit, says = lost
-        print(says, file=sys.stderr)  # which a launcher leaves out, and says itself
+        print(says, file=sys.stderr)  # a launcher prints its own sentence instead
         _Joined.pulse.tell(culprit=culprit, fault=str(says), gone=True)
         if _Joined.membership is not None and _Joined.membership.rank == 0:
-            time.sleep(PRECEDENCE)  # through it the others find out the same
+            time.sleep(PRECEDENCE)  # the others learn the culprit from rank 0
         _exit(1)
     else:
         traceback.print_exception(error)
@@ -215,22 +215,22 @@ def fail(error: BaseException) -> NoReturn:
 
 
 def _exit(status: int) -> NoReturn:
-    """End this process without an orderly exit, at which JAX would wait for the others."""
+    """End this process without an orderly exit: there, JAX would wait for the others."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def _lost(error: BaseException) -> tuple[int, JShardError] | None:
-    """Find which other process is gone, when a connection broke and no launcher sees all processes."""
+    """Return the lost process after a broken connection, if no launcher sees all processes."""
     if _Joined.membership is None or _Joined.pulse.is_seen_with_all or not is_of_connection(error):
         return None
     return who_is_gone(_Joined.membership, _Joined.pulse.step, _Joined.pulse.stands_in)
 
 
 def _came_under_way(error: JShardError) -> bool:
-    """Whether something else failed after steps were done, as when data is read from a disk that is gone: no mistake in
-    what was asked, and worth another try; a full disk is not."""
+    """Return whether something failed after the first step, as a lost disk of data. A restart may
+    help, unless the disk is full."""
     cause = error.__cause__
     return _Joined.pulse.step > 0 and isinstance(cause, Exception) and getattr(cause, "errno", None) not in FULL
 

@@ -1,4 +1,4 @@
-"""The notes that all processes read and write: the key-value store of JAX's coordination service, with text for values."""
+"""Notes of all processes in the key-value store of JAX's coordination service, as JSON."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def _client() -> Any:
 
 
 def write(key: str, value: object) -> None:
-    """Write a value, in place of what was there."""
+    """Write a value, replacing an earlier value."""
     _client().key_value_set(f"jshard/{key}", json.dumps(value), allow_overwrite=True)
 
 
 def claim(key: str, value: object) -> bool:
-    """Write where nothing is written yet; return whether this process was the first."""
+    """Write a value if there is none; return whether this process was the first."""
     try:
         _client().key_value_set(f"jshard/{key}", json.dumps(value), allow_overwrite=False)
         return True
@@ -29,13 +29,13 @@ def claim(key: str, value: object) -> bool:
 
 
 def read_ranks(folder: str) -> dict[int, Any]:
-    """Read all that is written under `folder`, by the rank that its key ends in."""
+    """Return all values under `folder`, by the rank at the end of each key."""
     found = _client().key_value_dir_get(f"jshard/{folder}/")
     return {int(key.rpartition("/")[2]): json.loads(value) for key, value in found}
 
 
 def read(key: str, seconds: float | None = None) -> Any:
-    """Read what is written now, or will be within so many seconds, or None."""
+    """Return a value, waiting up to `seconds` for it, or None."""
     try:
         if seconds is None:
             return json.loads(_client().key_value_try_get(f"jshard/{key}"))

@@ -1,7 +1,5 @@
-"""Runs a command that ends when its launcher does: `python parent_death.py LAUNCHER command...`, and becomes that command.
-
-Linux alone can promise this. It stands by itself, imports no JShard and is started without `site`, to cost nothing.
-"""
+"""A command that ends with its launcher: `python parent_death.py LAUNCHER command...` becomes the command.
+Only Linux can guarantee this. The file imports nothing of jshard and runs without `site`, to start fast."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ PR_SET_PDEATHSIG = 1
 def become(launcher: int, command: list[str]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == launcher:  # else it has ended already
+    if os.getppid() == launcher:  # else the launcher has ended
         os.execvp(command[0], command)
 
 

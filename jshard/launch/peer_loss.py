@@ -1,4 +1,4 @@
-"""A connection to another process that broke: that one is gone, and its name is worth more than what the connection says."""
+"""The loss of another process behind a broken connection: an error with its rank, not JAX's message."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from jshard.errors import JShardError
 from jshard.launch.cluster_env import Membership
 
-ANSWERS = 2.0  # seconds that a process has to answer in
-MISSED = 4.5  # seconds without a note, of which there is one a second, after which a process is gone
+ANSWERS = 2.0  # seconds for a process to answer
+MISSED = 4.5  # seconds without a note before a process is gone; there is a note each second
 BROKEN = ("Gloo", "NCCL", "onnection", "coordination service", "ocket closed")
 
 
 def is_of_connection(error: BaseException) -> bool:
-    """Whether JAX says that it could not reach another process."""
+    """Return whether JAX failed to reach another process."""
     text = str(error)
     return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and any(word in text for word in BROKEN)
 
 
 def is_gone(membership: Membership) -> bool:
-    """Whether nothing answers any more where rank 0 listened."""
+    """Return whether nothing answers at rank 0's address."""
     try:
         socket.create_connection(membership.address, timeout=ANSWERS).close()
     except OSError:
@@ -33,7 +33,7 @@ def is_gone(membership: Membership) -> bool:
 
 
 def rank_0_is_gone(membership: Membership, where: str, place: str = "") -> JShardError:
-    """Say that rank 0 is gone, `where` this process was, and in which collective it waited, when rank 0 was gone."""
+    """Return the error for the loss of rank 0, with the place of this process and its collective."""
     waited = f", waiting in {place}" if place else ""
     return JShardError(
         f"rank 0 is gone: nothing answers at {membership.coordinator} any more, and rank {membership.rank} was {where}{waited}",
@@ -42,12 +42,12 @@ def rank_0_is_gone(membership: Membership, where: str, place: str = "") -> JShar
 
 
 def waits_in(place: str, verb: str = "wait") -> str:
-    """Say, behind a sentence on a process, in which collective the others wait for it; nothing where it is not known."""
+    """Return words on the collective in which the others wait, to append to a sentence; "" if unknown."""
     return f", and the others {verb} for it in {place}" if place else ""
 
 
 def who_is_gone(membership: Membership, step: int, place: str) -> tuple[int, JShardError] | None:
-    """Find the process that this one has lost, and the sentence on it. Takes up to five seconds, as JAX does not say."""
+    """Return the lost process and the error about it. Takes up to five seconds, as JAX does not name it."""
     from jshard.launch import kv_store
 
     first: Mapping[int, Any] = {}
@@ -60,7 +60,7 @@ def who_is_gone(membership: Membership, step: int, place: str) -> tuple[int, JSh
         fault, notes = found
         if fault is not None and fault["rank"] != membership.rank:
             return fault["rank"], JShardError(
-                f"rank {fault['rank']} on {fault['host']} has failed: {fault['says']}", hint="look at what it printed"
+                f"rank {fault['rank']} on {fault['host']} has failed: {fault['says']}", hint="look at its output"
             )
         first = first or notes
         if time.monotonic() - began > MISSED:
@@ -77,11 +77,11 @@ def who_is_gone(membership: Membership, step: int, place: str) -> tuple[int, JSh
 
 
 def answered(ask: Callable[[], Any]) -> Any:
-    """Return what the service answers within two seconds; None when it does not."""
+    """Return the service's answer, or None after two seconds."""
     answers: list[Any] = []
 
     def listen() -> None:
-        with contextlib.suppress(Exception):  # the service is gone: None says so
+        with contextlib.suppress(Exception):  # no service: the answer is None
             answers.append(ask())
 
     thread = threading.Thread(target=listen, daemon=True)

@@ -1,7 +1,5 @@
-"""Before JAX starts: every process tells the first who it is, and all hear at once whether all are there and alike.
-
-The first listens where JAX's own service will listen afterwards. What goes over the wire is lines of JSON.
-"""
+"""The roll call before JAX starts: all processes report to rank 0, and learn whether all are there
+and equal. Rank 0 listens where JAX's service will listen afterwards. Messages are lines of JSON."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ from collections.abc import Mapping
 from jshard.errors import JShardError
 from jshard.launch.cluster_env import Membership
 
-Facts = Mapping[str, str]  # what a process says of one thing, to be compared
-LONGEST = 1 << 20  # bytes that one process may say
-SAYS = 1.0  # seconds for them; who takes longer is let go, and a process of ours comes again
-SOON = 0.1  # seconds for others to come behind a fault: they hear of it too
+Facts = Mapping[str, str]  # a process's facts on a topic, to be compared
+LONGEST = 1 << 20  # bytes of a message
+SAYS = 1.0  # seconds for a message; then the connection is closed, and our processes try again
+SOON = 0.1  # seconds to wait for others after a fault: they receive it too
 HINTS = {
     "installation": "install the same versions for all of them",
     "configuration": "start all of them with the same YAML and the same key=value",
@@ -30,7 +28,7 @@ HINTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Present:
-    """One process that has answered."""
+    """A process that has answered the roll call."""
 
     rank: int
     processes: int
@@ -44,7 +42,7 @@ class Present:
 
 
 def answer(membership: Membership, facts: Mapping[str, Facts], seconds: float) -> None:
-    """Wait until all processes are there and say the same; else every one of them gets the same error."""
+    """Wait until all processes have reported equal facts; otherwise raise the same error in all of them."""
     me = Present(membership.rank, membership.processes, socket.gethostname(), os.getpid(), facts)
     if membership.rank == 0:
         listener = _listen(membership)
@@ -55,8 +53,7 @@ def answer(membership: Membership, facts: Mapping[str, Facts], seconds: float) -
 
 
 def _listen(membership: Membership) -> socket.socket | None:
-    """Listen where the first process is expected; None when another process has the port already: it may be another rank 0,
-    which knows more."""
+    """Listen at the coordinator's address; return None if another process has the port: maybe a rank 0."""
     host, port = membership.address
     family = (
         socket.AF_INET6 if ":" in host or (not membership.is_local and socket.has_dualstack_ipv6()) else socket.AF_INET
@@ -80,7 +77,7 @@ def _listen(membership: Membership) -> socket.socket | None:
 
 
 def _call(listener: socket.socket, me: Present, seconds: float) -> None:
-    """Wait for the others, judge, and tell all: what rank 0 does."""
+    """Run the roll call of rank 0: wait for the others, compare, and send the verdict."""
     here: dict[int, Present] = {0: me}
     wires: list[socket.socket] = []
     fault: tuple[str, str] | None = None
@@ -101,7 +98,7 @@ def _call(listener: socket.socket, me: Present, seconds: float) -> None:
         difference = mismatch(topic, {rank: each.facts.get(topic, {}) for rank, each in here.items()})
         if fault is None and difference is not None:
             fault = difference, HINTS.get(topic, "start all of them alike")
-    listener.close()  # before the others go on: JAX's service takes the port over
+    listener.close()  # before the others continue: JAX's service needs the port
     for connection in wires:
         with contextlib.suppress(OSError), connection:
             connection.settimeout(5)
@@ -111,7 +108,7 @@ def _call(listener: socket.socket, me: Present, seconds: float) -> None:
 
 
 def _hear(connection: socket.socket) -> Present | None:
-    """Read who it is. What is no process of ours, a port scanner say, is let go: the roll call goes on without it."""
+    """Read a process's report; close the connection of any other program, such as a port scanner."""
     connection.settimeout(SAYS)
     try:
         with connection.makefile("rb") as reader:
@@ -138,8 +135,9 @@ def _fault_of(present: Present, here: Mapping[int, Present]) -> tuple[str, str] 
 
 
 def mismatch(topic: str, by_rank: Mapping[int, Facts]) -> str | None:
-    """Name the lowest rank that differs from most (from rank 0 where no side has more), and the first fact: `rank 2 has another
-    configuration than rank 0: jshard.train.batch is 32, and 64 at rank 0`. Return None when all say the same."""
+    """Describe the first difference between ranks, or return None. It names the lowest rank that
+    differs from most ranks (from rank 0 without a majority), and the first fact: `rank 2 has
+    another configuration than rank 0: jshard.train.batch is 32, and 64 at rank 0`."""
     texts = {rank: json.dumps(facts, sort_keys=True) for rank, facts in by_rank.items()}
     votes = collections.Counter(texts.values())
     lowest = min(by_rank)
@@ -159,12 +157,12 @@ def _missing(missing: list[int], processes: int, seconds: float) -> tuple[str, s
     named = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
     return (
         f"{named} of {processes} did not start within {seconds:g} s",
-        f"start it with --process-id {missing[0]}, look at what it printed, or wait longer with JSHARD_START_TIMEOUT=600",
+        f"start it with --process-id {missing[0]}, look at its output, or wait longer with JSHARD_START_TIMEOUT=600",
     )
 
 
 def _report(membership: Membership, me: Present, seconds: float) -> None:
-    """Tell rank 0 who this is and wait for the verdict: what any other rank does."""
+    """Report to rank 0 and wait for the verdict, as every other rank does."""
     deadline = time.monotonic() + seconds
     line = json.dumps(dataclasses.asdict(me)).encode() + b"\n"
     verdict = None
@@ -177,7 +175,7 @@ def _report(membership: Membership, me: Present, seconds: float) -> None:
             socket.create_connection(membership.address, timeout=left) as wire,
         ):
             wire.sendall(line)
-            # rank 0 may have begun to count later than we; when it is not one of ours it is let go sooner
+            # rank 0 may have started later; a second rank 0 waits less for an unknown program
             wire.settimeout(min(left, 5) if me.rank == 0 else left + 5)
             with wire.makefile("rb") as reader:
                 verdict = json.loads(reader.readline(LONGEST))
@@ -197,9 +195,9 @@ def _no_answer(membership: Membership, me: Present, seconds: float) -> JShardErr
         )
     return JShardError(
         f"rank 0 did not answer rank {me.rank} at {membership.coordinator} within {seconds:g} s",
-        hint="start rank 0, look at what it printed, or name another --coordinator",
+        hint="start rank 0, look at its output, or name another --coordinator",
     )
 
 
 class AlreadyReported(JShardError):
-    """What rank 0 says too: on one machine it need not be read twice."""
+    """An error also reported by rank 0: on one machine it is printed once."""

@@ -1,4 +1,4 @@
-"""Starts the processes, prints what they say, and ends all of them when one fails or the user says so."""
+"""The supervisor of `jshard launch`: it starts processes, prints output, and ends all on a failure."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from jshard.launch.peer_loss import is_gone, rank_0_is_gone, waits_in
 from jshard.launch.worker import Worker
 from jshard.runs.names import RESTART
 
-ALONE = 60.0  # seconds in which no process has joined, when it is said; at their end in any case
+ALONE = 60.0  # seconds without a joined process before a warning; at the end in any case
 KILLED_ANYWAY = 3.0  # seconds after Ctrl-C
-HELD = 0.3  # seconds that a line waits, as another process may turn out to have failed before it
-ENDING = 10.0  # the same behind an error in JAX's own log, where rank 0 has another launcher: the process may be about to end
-OTHERS = 30.0  # seconds in which the other launchers of a job of Slurm find out that a process is gone
-LAST = 2.0  # seconds in which they end, after Slurm has sent all of them SIGTERM
+HELD = 0.3  # seconds that a line waits: another process may have failed before it
+ENDING = 10.0  # after an error in JAX's log, with rank 0 under another launcher: the process may be ending
+OTHERS = 30.0  # seconds for the other launchers of a Slurm job to notice a lost process
+LAST = 2.0  # seconds for them to end, after Slurm's SIGTERM
 LOG_OF_JAX = re.compile(r"[EF]\d{4} [\d:.]+ +\d+ \w+\.\w+:\d+\] ")
-SAVED = 143  # the exit status of a process that was sent SIGTERM, and saved at a step that all agreed on
-MISTAKE = 2  # the exit status of a JShardError: it would be made again, or the disk is full
+SAVED = 143  # the exit status after SIGTERM and a save at an agreed step
+MISTAKE = 2  # the exit status of a JShardError: a restart would repeat it
 
 
 class Supervisor:
-    """`run()` returns the exit status: that of the first process that failed, or 0."""
+    """The processes of a launch. `run()` returns the status of the first failed process, or 0."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class Supervisor:
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.asked: int | None = None  # the signal that the user sent
         self.kill_at = float("inf")
-        self.abroad: Membership | None = None  # whose rank 0 has another launcher
+        self.abroad: Membership | None = None  # if rank 0 has another launcher
         self.sees_all = True  # no process has another launcher
-        self.lost = False  # the first that failed had lost a process of another launcher
+        self.lost = False  # the first failed process had lost a process of another launcher
         self.mute: set[Worker] = set()
-        self.alone_at: float | None = None  # when it is told that no process has joined, unless one does
+        self.alone_at: float | None = None  # time of the warning that no process has joined
         self.held: collections.deque[tuple[float, Worker, str, str]] = collections.deque()
 
     def run(self) -> int:
@@ -63,14 +63,14 @@ class Supervisor:
                 if says is not None:
                     self._say(says)
                 if status == MISTAKE and attempt < self.restarts:
-                    self._say("not started again: this fault would come again until someone mends it")
+                    self._say("not started again: the same fault would follow; mend it first")
                 if status in (0, MISTAKE) or self.asked is not None or attempt == self.restarts:
                     return status
                 self._say(f"starting all again: restart {attempt + 1} of {self.restarts}")
         raise AssertionError("the last attempt returns")
 
     def _let_others_end(self) -> None:
-        """Wait for the launchers of the other hosts. Slurm prints what all say as one: the first fault is the last word."""
+        """Wait for the launchers of other hosts: in Slurm's joint output, the first fault comes last."""
         deadline = time.monotonic() + OTHERS
         while self.asked is None and time.monotonic() < deadline:
             time.sleep(HELD)
@@ -93,7 +93,7 @@ class Supervisor:
             first = self._follow(workers)
         finally:
             for worker in workers:
-                worker.send(signal.SIGKILL)  # children that outlived it too
+                worker.send(signal.SIGKILL)  # and their remaining children
             for worker in workers:
                 worker.process.wait()
         if self.asked is not None and (first is None or not self.lost):
@@ -114,7 +114,7 @@ class Supervisor:
         return 128 - first.status if first.status < 0 else first.status, fault_of(first)
 
     def _follow(self, workers: Sequence[Worker]) -> Worker | None:
-        """Print until all have ended; return the first that failed."""
+        """Print the output until all have ended; return the first failed process."""
         first: Worker | None = None
         loud = set(workers)
         while loud:
@@ -128,10 +128,10 @@ class Supervisor:
             if kind == "line":
                 self.held.append((time.monotonic(), worker, *rest))
             elif kind == "status":
-                # A beat of its other thread may come behind what it said of the fault.
+                # A beat of its other thread may come after the fault.
                 named = {key: worker.facts[key] for key in ("culprit", "fault", "gone") if key in worker.facts}
                 worker.facts = {**named, **rest[0]}
-                # On a busy machine the end of one that only broke off may be heard before the one that says who is at fault.
+                # On a busy machine, a process that broke off may end before the one that names the culprit.
                 broke_off = first is not None and first.status == 1 and "culprit" not in first.facts
                 if broke_off and worker.facts.get("culprit") is not None:
                     first = worker
@@ -145,15 +145,15 @@ class Supervisor:
                 worker.status = rest[0]
                 if worker.status != 0 and first is None and (self.asked is None or "gone" in worker.facts):
                     first = worker
-                    # JAX ends a process that rank 0 does not answer, in words of its own
+                    # JAX aborts a process without an answer of rank 0
                     lost = worker.status == -signal.SIGABRT and self.abroad is not None and is_gone(self.abroad)
                     self.lost = lost or "gone" in worker.facts
                     if worker.status == SAVED:
-                        self.kill_at = time.monotonic() + self.grace  # all of them have been told, and are ending
+                        self.kill_at = time.monotonic() + self.grace  # all know, and are ending
                         continue
                     for other in workers:
                         if other is not worker:
-                            other.send(signal.SIGKILL)  # they wait for it in C, and hear no gentler word
+                            other.send(signal.SIGKILL)  # they wait for it in C, and ignore gentler signals
             elif kind == "quiet":
                 loud.discard(worker)
         self._print_held(first, at_once=True)
@@ -162,7 +162,7 @@ class Supervisor:
         return first
 
     def _tell_alone(self, now: float) -> None:
-        """Say once that no process has joined the others."""
+        """Warn once if no process has joined the others."""
         if self.alone_at is None or now < self.alone_at:
             return
         self.alone_at = None
@@ -171,8 +171,8 @@ class Supervisor:
         self._print(text, sys.stderr)
 
     def _print_held(self, first: Worker | None, *, at_once: bool = False) -> None:
-        """Print the lines that are old enough. When a process fails the others fail after it, in many words: what they
-        said last is left out, as is what one says that has lost a process of another launcher, but for the one sentence."""
+        """Print the lines that are old enough. After a process fails, the others fail with many words: their last
+        lines are dropped. A process that lost a process of another launcher prints only its final sentence."""
         while self.held:
             when, worker, stream, text = self.held[0]
             ending = not self.sees_all and (worker is first or LOG_OF_JAX.match(text) is not None)
@@ -180,15 +180,13 @@ class Supervisor:
                 return
             self.held.popleft()
             if self.asked is not None and not self.sees_all and LOG_OF_JAX.match(text):
-                self.mute.add(
-                    worker
-                )  # it was stopped, as were the others: it has lost one of them, and tells so at length
+                self.mute.add(worker)  # stopped like the others: it logs at length that it has lost one
             is_own = worker not in self.mute and (first is None or (worker is first and not self.lost))
             if (stream == "stdout" or is_own) and self.asked != signal.SIGINT:
                 self._print(f"[{worker.rank}] {text}", sys.stdout if stream == "stdout" else sys.stderr)
 
     def _press_on(self, workers: Sequence[Worker]) -> None:
-        """Hand on the signal that the user sent, once; kill what has not ended in time."""
+        """Send the user's signal once, and kill processes that don't end in time."""
         if self.asked is not None and self.kill_at == float("inf"):
             self.kill_at = time.monotonic() + (KILLED_ANYWAY if self.asked == signal.SIGINT else self.grace)
             for worker in workers:
@@ -212,7 +210,7 @@ class Supervisor:
     def _signals(self) -> Iterator[None]:
         def ask(number: int, frame: object) -> None:
             if self.asked is not None:
-                self.kill_at = 0.0  # the second time at once
+                self.kill_at = 0.0  # at once after a second signal
             else:
                 self.asked = number
 
@@ -228,15 +226,15 @@ class Supervisor:
 
 
 def fault_of(worker: Worker) -> str:
-    """Make the sentence on the first process that failed. What it said itself of its fault, or of another's, is above it."""
+    """Return the sentence on the first failed process. Its own message, or the culprit's, is above."""
     rank, where = worker.rank, worker.where()
     culprit = worker.facts.get("culprit")
     if culprit is not None and culprit != rank:
         return f"rank {culprit} was at fault, as rank {rank} says above; all were stopped"
     if worker.status == MISTAKE:
-        return f"all were stopped: rank {rank} says why, above"
+        return f"all were stopped: the reason is above, by rank {rank}"
     if worker.status == SAVED:
-        return f"all were stopped: rank {rank} was sent SIGTERM, or heard of one, {where}"
+        return f"all were stopped: rank {rank} received SIGTERM, or the notice of one, {where}"
     says = f"rank {rank} {worker.how_ended()} {where}{waits_in(worker.waited_in(), 'waited')}; "
     if worker.status == -signal.SIGKILL:
         return says + "all were stopped; if nobody killed it, memory may have run out: type dmesg"
@@ -244,6 +242,6 @@ def fault_of(worker: Worker) -> str:
 
 
 def local(count: int) -> list[Membership]:
-    """Number `count` processes on this machine, which meet at a free port of loopback."""
+    """Return `count` memberships on this machine, at a free port of loopback."""
     port = free_port()
     return [Membership(f"127.0.0.1:{port}", count, rank, "jshard launch") for rank in range(count)]

@@ -1,4 +1,4 @@
-"""Each process tells the others what it is doing, and looks whether they still move: a hang ends with a table of all."""
+"""A watchdog between processes: each reports its step, and a hang ends the run with a table of all."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from jshard.launch.heartbeat import Pulse
 from jshard.launch.peer_loss import answered, waits_in
 from jshard.printing import table as text
 
-BEAT = 0.5  # seconds; what the launcher's bar shows is at most so old
-TALK = 1.0  # seconds between two notes to the others, for up to CROWD processes; in proportion for more
-CALM = 2  # times as long between two notes of one whose steps come on: below SURE, so that it never counts as silent
+BEAT = 0.5  # seconds: the most age of the launcher's bar
+TALK = 1.0  # seconds between two notes to the others, up to CROWD processes; in proportion for more
+CALM = 2  # times as long between notes while steps progress: below SURE, so as not to count as silent
 CROWD = 64
-FIRST_STEP = 10  # times as long may pass before the first step is done, which compiles
-WAITS = 1.0  # seconds without a step after which a process asks what the others do
-SURE = 3  # notes that a process has not written, when it counts as silent once something is wrong
-LOST = 20  # notes not written that are wrong by themselves
+FIRST_STEP = 10  # times as long for the first step, which compiles
+WAITS = 1.0  # seconds without a step before a process reads the notes of the others
+SURE = 3  # missing notes of a silent process, once something is wrong
+LOST = 20  # missing notes that are a fault by themselves
 
 
 def watch(membership: Membership, pulse: Pulse, limit: float) -> Callable[[], None]:
-    """Start the threads; return what ends them. After `limit` seconds without a step a run counts as hung."""
+    """Start the watching threads; return a function to end them. `limit`: seconds without a step in a hang."""
     answers = _Answers(TALK * max(1.0, membership.processes / CROWD))
     threads = [
         threading.Thread(target=_talk, args=(membership, pulse, answers), daemon=True, name="jshard talk"),
@@ -39,7 +39,8 @@ def watch(membership: Membership, pulse: Pulse, limit: float) -> Callable[[], No
         thread.start()
 
     def stop() -> None:
-        """Python can't end with a thread that asks JAX's service; what such a thread asks ends in a few seconds."""
+        """End the threads: Python can't end with a thread in a call of JAX's service. Such a call
+        ends in a few seconds."""
         answers.over.set()
         for thread in threads:
             thread.join(5)
@@ -48,18 +49,18 @@ def watch(membership: Membership, pulse: Pulse, limit: float) -> Callable[[], No
 
 
 class _Answers:
-    """What the others say of themselves, asked for once this process waits, and when they said it. When rank 0 has stopped,
-    a question ends never: the thread that asks is not the one that judges."""
+    """The notes of the other processes, read while this process waits, with the time of each. If
+    rank 0 has stopped, a read never ends: so the reading thread is not the judging thread."""
 
     def __init__(self, talk: float) -> None:
         self.talk = talk  # seconds between two notes
-        self.over = threading.Event()  # this process is at its end
+        self.over = threading.Event()  # this process ends
         self.forget()
 
     def forget(self) -> None:
         self.last = time.monotonic()  # the last answer of the service
         self.notes: dict[int, Mapping[str, Any]] = {}
-        self.heard: dict[int, tuple[int, float]] = {}  # the number of the last note of each, and when it came
+        self.heard: dict[int, tuple[int, float]] = {}  # number and time of each rank's last note
         self.since: float | None = None
 
     def take(self, notes: dict[int, Mapping[str, Any]]) -> None:
@@ -70,7 +71,7 @@ class _Answers:
                 self.heard[rank] = note["beats"], now
 
     def silent(self, seconds: float) -> list[int]:
-        """List the ranks silent for so long when last asked, the longest silent first, but for those that end."""
+        """Return the ranks silent for over `seconds` at the last read, longest first, but not ended ranks."""
         heard = sorted(dict(self.heard).items(), key=lambda each: each[1][1])
         return [
             rank for rank, (_, when) in heard if self.last - when > seconds and self.notes[rank]["phase"] != "ended"
@@ -93,30 +94,30 @@ def _talk(membership: Membership, pulse: Pulse, answers: _Answers) -> None:
                 answers.take(kv_store.read_ranks("pulse"))
             else:
                 answers.forget()
-        except Exception:  # the service is gone or going; `_look` says so if that is a fault
+        except Exception:  # no service: `_look` reports it, if it is a fault
             continue
         if fault is not None and fault["rank"] != membership.rank:
             _follow(pulse, fault)
 
 
 def _follow(pulse: Pulse, fault: Mapping[str, Any]) -> None:
-    """End this process as another has failed, by its words."""
+    """End this process after the failure of another, with its message."""
     if not pulse.is_seen_with_all:
         pulse.tell(culprit=fault["rank"])
         print(f"rank {fault['rank']} on {fault['host']} has failed: {fault['says']}", file=sys.stderr, flush=True)
-    time.sleep(TALK)  # let the launcher see the first one go first
+    time.sleep(TALK)  # the launcher must see the other end first
     os._exit(1)
 
 
 def report(membership: Membership, says: str, pulse: Pulse) -> bool:
-    """Tell the other processes that this one has failed; return whether it is the first. Takes at most two seconds."""
+    """Report this process's failure; return whether it is the first. Takes at most two seconds."""
     note = {**pulse.facts, "rank": membership.rank, "host": socket.gethostname(), "says": says}
     return bool(answered(lambda: kv_store.claim("fault", note)))
 
 
 def _look(membership: Membership, pulse: Pulse, answers: _Answers, limit: float) -> None:
     shown, lost = None, min(LOST * answers.talk, limit)
-    while not answers.over.wait(BEAT * random.uniform(0.5, 1.5)):  # in no time with the steps
+    while not answers.over.wait(BEAT * random.uniform(0.5, 1.5)):  # independent of the time of steps
         pulse.look()
         if (now := pulse.facts) != shown:
             shown = now
@@ -128,37 +129,37 @@ def _look(membership: Membership, pulse: Pulse, answers: _Answers, limit: float)
         if membership.rank != 0 and min(quiet, unanswered) > lost:
             says = f"rank 0 has not answered for {unanswered:.0f} s"
             here = f"rank {membership.rank} is in step {pulse.step}{waits_in(pulse.stands_in)}"
-            _give_up(JShardError(f"{says}: {here}", hint="look at rank 0: it is stopped, or its host is"), pulse, 0)
+            _give_up(JShardError(f"{says}: {here}", hint="look at rank 0: it has stopped, or its host has"), pulse, 0)
         hung = pulse.phase != "starting" and quiet > (limit if pulse.done else FIRST_STEP * limit)
-        # By the answers, not by now: of a rank that stopped as long ago as the last one it is not known yet.
+        # By the last answer, not by now: an equally long silence of others may not be known yet.
         asked = answers.since is not None and answers.last - answers.since > SURE * answers.talk
         if not asked or not (hung or answers.silent(lost)):
             continue
         sure = min(SURE * answers.talk, limit)
         if len(answers.silent(sure)) > 1 and quiet < limit + sure:
-            continue  # on a busy host one that only came late is heard by then
+            continue  # on a busy host, a late note arrives by then
         _tell_hang(membership, pulse, answers, quiet, limit)
 
 
 def _tell_hang(membership: Membership, pulse: Pulse, answers: _Answers, quiet: float, limit: float) -> None:
-    """Print the table of all ranks; the first that asks does, and the others leave it to that one."""
+    """Print the table of all ranks, if this process is the first to report the hang."""
     notes, silent = dict(answers.notes), answers.silent(min(SURE * answers.talk, limit))
     alive = {rank: rank not in silent for rank in notes}
     odd, waits = odd_one(notes, silent), waits_in(pulse.stands_in)
     if odd is None:
         fault = f"no rank has done a step for {quiet:.0f} s, though all are alive: {_doing(pulse.facts)}"
-        hint = "look at what each printed last, or give a longer step_timeout"
+        hint = "look at the last output of each, or set a longer step_timeout"
     elif not alive[odd]:
         fault = f"rank {odd} has not answered for {quiet:.0f} s: {_doing(notes[odd])} when it last did{waits}"
         hint = (
-            f"look at process {notes[odd]['pid']} on {notes[odd]['host']}: it has ended or is stopped, or its host is"
+            f"look at process {notes[odd]['pid']} on {notes[odd]['host']}: the process or its host has ended or stopped"
         )
     elif notes[odd]["phase"] == "ended":
         fault = f"rank {odd} has ended after step {notes[odd]['step']}, and others are in step {pulse.step}{waits}"
-        hint = "let all ranks do as many steps"
+        hint = "let all ranks do equally many steps"
     else:
         fault = f"rank {odd} keeps the others waiting for {quiet:.0f} s: {_doing(notes[odd])}{waits}"
-        hint = f"look at what rank {odd} printed last, or give a longer step_timeout"
+        hint = f"look at the last output of rank {odd}, or set a longer step_timeout"
     if report(membership, fault, pulse):
         print("\n".join(table(notes, alive, odd)), file=sys.stderr, flush=True)
         _give_up(JShardError(fault, hint=hint), pulse, odd)
@@ -166,7 +167,7 @@ def _tell_hang(membership: Membership, pulse: Pulse, answers: _Answers, quiet: f
 
 
 def odd_one(notes: Mapping[int, Mapping[str, Any]], silent: Sequence[int]) -> int | None:
-    """Find the rank that differs from the others: the first of those silent, or that has ended, or that is behind."""
+    """Return the rank that differs: the first of the silent, the ended or the slow ranks."""
     ranks = sorted(notes)
     gone = [*silent] or [rank for rank in ranks if notes[rank]["phase"] == "ended"]
     first = min(note["step"] for note in notes.values())
@@ -179,7 +180,7 @@ def odd_one(notes: Mapping[int, Mapping[str, Any]], silent: Sequence[int]) -> in
 
 
 def table(notes: Mapping[int, Mapping[str, Any]], alive: Mapping[int, bool], odd: int | None) -> list[str]:
-    """Make a line for each rank; an arrow points at the one that differs."""
+    """Return a line for each rank, with an arrow at the rank `odd`."""
     rows: list[tuple[str, ...]] = [
         ("rank", "host", "process", "alive", "phase", "step", "done", "stands in (inferred)")
     ]
@@ -195,7 +196,7 @@ def table(notes: Mapping[int, Mapping[str, Any]], alive: Mapping[int, bool], odd
 
 def _doing(note: Mapping[str, Any]) -> str:
     if note["phase"] == "after":
-        return f"it was behind step {note['step']}, reading data, evaluating or saving"
+        return f"it was after step {note['step']}, reading data, evaluating or saving"
     return f"it was in step {note['step']}" + ("" if note["phase"] == "step" else f" ({note['phase']})")
 
 

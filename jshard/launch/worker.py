@@ -1,4 +1,4 @@
-"""One process as its launcher sees it: started in a group of its own, read by lines, and ended with all its children."""
+"""A process as seen by its launcher: started as a process group, read by lines, ended with its children."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import IO, Any
 from jshard.launch.heartbeat import MEMORY, PLACE, STATUS
 
 OUTLIVE = Path(__file__).with_name("parent_death.py")
-# What gloo says of each group of devices, and nobody asked: in pieces, among which those of other threads may stand.
+# Gloo's messages on each group of devices, not printed. They come in pieces, mixed with other threads'.
 PIECES = rb"(\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : )"
 CHATTER = re.compile(rb"(\d*%b)+\d*" % PIECES)
 
@@ -37,12 +37,13 @@ def without_chatter(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class Worker:
-    """`events` gets ("line", worker, stream, text), ("status", worker, facts) and ("end", worker, status)."""
+    """A process with its events: ("line", worker, stream, text), ("status", worker, facts) and
+    ("end", worker, status)."""
 
     def __init__(self, rank: int, command: Sequence[str], variables: Mapping[str, str], events: queue.SimpleQueue[Any]):
         self.rank, self.events = rank, events
         self.facts: dict[str, Any] = {}
-        self.status: int | None = None  # set when its end has been seen
+        self.status: int | None = None  # set at its end
         self.memory = tempfile.TemporaryFile()
         self.memory.truncate(PLACE.size)
         reading, writing = os.pipe()
@@ -76,13 +77,13 @@ class Worker:
 
     def _statuses(self, stream: IO[bytes]) -> None:
         for line in stream:
-            with contextlib.suppress(ValueError):  # the last one of a process that was killed may be half
+            with contextlib.suppress(ValueError):  # a killed process may leave half a line
                 self.events.put(("status", self, json.loads(line)))
 
     def _end(self) -> None:
         self.process.wait()
         self.events.put(("end", self, self.process.returncode))
-        deadline = time.monotonic() + 1  # a grandchild may hold the pipes; then what it says has no reader
+        deadline = time.monotonic() + 1  # a grandchild may hold the pipes; its output has no reader then
         for thread in self._threads:
             thread.join(max(0, deadline - time.monotonic()))
         self.events.put(("quiet", self))
@@ -93,24 +94,24 @@ class Worker:
             os.killpg(self.process.pid, number)
 
     def where(self) -> str:
-        """Say where it was, to the last moment."""
+        """Return its last place, up to the last moment, in words."""
         step, phase = self._place()
         if not step:
             return "before its first step"
         return f"in step {step}" if phase in ("step", "ended") else f"in step {step} ({phase})"
 
     def waited_in(self) -> str:
-        """Name the collective that the others waited in for it, once it had begun to step; empty where it is not known."""
+        """Return the collective in which others waited for it after its first step began, or ""."""
         step, _ = self._place()
         return str(self.facts.get("stands_in") or "") if step else ""
 
     def _place(self) -> tuple[int, str]:
-        """Read the step and the phase that it wrote last; step 0 before its first."""
+        """Return the last step and phase it wrote; step 0 before its first."""
         step, phase = PLACE.unpack(os.pread(self.memory.fileno(), PLACE.size, 0))
         return step, phase.rstrip(b"\0").decode()
 
     def how_ended(self) -> str:
-        """`was killed by SIGKILL` or `ended with status 3`."""
+        """Return `was ended by SIGKILL` or `ended with status 3`."""
         assert self.status is not None
         if self.status < 0:
             return f"was ended by {signal.Signals(-self.status).name}"

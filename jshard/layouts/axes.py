@@ -264,8 +264,7 @@ def _unstack(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
 
 
 def _gather(params: Params, new: _New, given: Shapes, made: Shapes) -> Any:
-    """Factor a lookup. Along a split, looked-up axis, every device looks up all rows; results are
-    summed."""
+    """Factor a lookup. Along a split, looked-up axis, every device looks up all rows; results are summed."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     indices: list[Any] = [new(n) for n in given[1][:-1]]
     together = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))

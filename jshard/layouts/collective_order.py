@@ -1,11 +1,10 @@
 """The order of collectives in a CPU program, kept through JAX's compilation cache.
 
-XLA for CPUs compiles a program to thunks. A thunk runs after the earlier thunks with the same
-buffers or the same resource. All collectives use one resource, so they run in the same order on
-every device. But each sequence of thunks is serialized by itself: in a program read from the cache,
-the collectives of a loop's body and those around the loop have different resources
-(docs/design/0003-pretend-devices.md). So a thunk is inserted between them: it copies a buffer of
-each onto itself. XLA skips the copy, but runs the thunk after the first and before the second.
+XLA for CPUs compiles a program to thunks. A thunk runs after the earlier thunks with the same buffers or the same
+resource. All collectives use one resource, so they run in the same order on every device. But each sequence of
+thunks is serialized by itself: in a program read from the cache, the collectives of a loop's body and those around
+the loop have different resources (docs/design/0003-pretend-devices.md). So a thunk is inserted between them: it
+copies a buffer of each onto itself. XLA skips the copy, but runs the thunk after the first and before the second.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ from jshard.programs.jaxprs import Shaped
 
 
 def gather(x: object, *, root: int | None = None) -> Any:
-    """Gather an array to numpy on the host of every process, or only of `root`: the others return
-    `None`.
+    """Gather an array to numpy on the host of every process, or only of `root`: the others return `None`.
 
     Every process calls it. Nothing is gathered on a device, and a process receives only what it
     returns. Its gradient is scatter. Inside jit, where there is no host, it is `redistribute` to a

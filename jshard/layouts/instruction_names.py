@@ -1,9 +1,8 @@
 """Distinct names for instructions of JAX and of XLA, on CPUs and GPUs.
 
-JAX names an instruction after its primitive, `dynamic_slice.4`, and XLA names its own after the
-operation, `dynamic-slice.4`. If a fusion has both, XLA writes both as the function
-`dynamic_slice_4` and runs one of them twice: the result is silently wrong
-(docs/design/0003-pretend-devices.md). XLA itself repeats no number of a name.
+JAX names an instruction after its primitive, `dynamic_slice.4`, and XLA names its own after the operation,
+`dynamic-slice.4`. If a fusion has both, XLA writes both as the function `dynamic_slice_4` and runs one of them
+twice: the result is silently wrong (docs/design/0003-pretend-devices.md). XLA itself repeats no number of a name.
 """
 
 from __future__ import annotations

@@ -92,9 +92,8 @@ class Layout:
     def spare_axis(
         self, mesh_axes: MeshAxes = None, shape: Sequence[int] | None = None, keep: Collection[int] = ()
     ) -> int:
-        """Return the axis to split further, outside `keep`: the first whole axis, else the first
-        axis. Given a shape, return the first of them divisible over these mesh axes too, if there
-        is one."""
+        """Return the axis to split further, outside `keep`: the first whole axis, else the first axis.
+        Given a shape, return the first of them divisible over these mesh axes too, if there is one."""
         ways = math.prod(self.mesh.shape[name] for name in as_axes(mesh_axes))
         axes = sorted((axis for axis in range(self.rank) if axis not in keep), key=lambda axis: bool(self.axes[axis]))
         divides = (axis for axis in axes if shape is None or not shape[axis] % (self.ways(axis) * ways))

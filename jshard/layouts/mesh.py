@@ -115,9 +115,8 @@ def sizes_of(mesh: Mesh | AbstractMesh) -> str:
 
 
 def workers_mesh(mesh: Mesh, workers: Sequence[int] | None, *, label: str) -> tuple[Mesh, tuple[str, ...]]:
-    """Return the part of `mesh` with these device numbers, and its mesh axes; for all devices,
-    `mesh` itself. A part is for programs outside jit, where types carry no layout: its axes are
-    Auto."""
+    """Return the part of `mesh` with these device numbers, and its mesh axes; for all devices, `mesh`
+    itself. A part is for programs outside jit, where types carry no layout: its axes are Auto."""
     if workers is None or list(workers) == list(range(mesh.size)):
         return mesh, tuple(mesh.axis_names)
     if isinstance(mesh, AbstractMesh):

@@ -1,6 +1,5 @@
-"""Transfers of array parts between processes, in blocks of bounded size. A block goes through one
-device of each process, by collective-permutes, available on every backend. Nothing listens on a
-port, and nothing is pickled."""
+"""Transfers of array parts between processes, in blocks of bounded size. A block goes through one device of each
+process, by collective-permutes, available on every backend. Nothing listens on a port, and nothing is pickled."""
 
 from __future__ import annotations
 

@@ -25,9 +25,8 @@ Axes = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """A step of a redistribution. `slice` splits `axis` over `mesh_axis`, without a collective.
-    `all_gather` makes it whole again. `all_to_all` moves `mesh_axis` from `source` to `axis`; these
-    are equal for the other kinds."""
+    """A step of a redistribution. `slice` splits `axis` over `mesh_axis`, without a collective. `all_gather` makes
+    it whole again. `all_to_all` moves `mesh_axis` from `source` to `axis`; these are equal for the other kinds."""
 
     kind: str
     mesh_axis: str

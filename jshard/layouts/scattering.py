@@ -26,16 +26,14 @@ NARROW = tuple(np.dtype(getattr(jnp, name)) for name in ("int2", "uint2", "int4"
 
 
 def scatter(x: object, layout: Placement, *, root: int = 0, method: str = "scatter") -> jax.Array:
-    """Scatter an array from the host of process `root` to `layout`; the other processes pass
-    `None`.
+    """Scatter an array from the host of process `root` to `layout`; the other processes pass `None`.
 
     `layout` is a `Layout`, a `NamedSharding`, or a `PartitionSpec` over the mesh that is set or
     loaded. Every process calls it; no process but the root ever holds more than its part and a few
     blocks of 1 MiB. A mapped file (`np.load(..., mmap_mode="r")`) is read while it is sent.
-    `method="broadcast"` sends the whole array to all processes, to be sliced there: the same bits
-    with more memory and time. Its gradient is `gather` to the root: for gradients, the other
-    processes pass `np.empty(0, dtype)`, not `None`, and get an empty gradient. Inside jit it is
-    `redistribute`.
+    `method="broadcast"` sends the whole array to all processes, to be sliced there: the same bits with
+    more memory and time. Its gradient is `gather` to the root: for gradients, the other processes pass
+    `np.empty(0, dtype)`, not `None`, and get an empty gradient. Inside jit it is `redistribute`.
     """
     if isinstance(x, Tracer):
         return _differentiable(x, as_layout(layout, x.ndim, label="jshard.scatter"), root, method)

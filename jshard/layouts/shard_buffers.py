@@ -60,8 +60,7 @@ def taking(x: jax.Array) -> Callable[[Box], jax.Array]:
 
 def _is_widened(dtype: np.dtype, device: Device) -> bool:
     """Return whether XLA writes a dtype by way of a wider dtype, as for narrow floats on CPU. This
-    would change NaNs, so such shards are written as bits, and exist twice for a moment at the
-    end."""
+    would change NaNs, so such shards are written as bits, and exist twice for a moment at the end."""
     return dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating) and device.platform == "cpu"
 
 

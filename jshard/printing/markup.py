@@ -1,4 +1,4 @@
-"""HTML and SVG as text in which whatever is not markup by construction is escaped."""
+"""HTML and SVG as text; everything is escaped unless it is `Markup`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from typing import Any
 
 EMPTY = frozenset("br circle col hr input line meta path rect stop wbr".split())
-# Characters that no text shows: a page with them would not be the text that it claims to be.
+# Control characters: invisible in a page, so they are replaced.
 CONTROLS = dict.fromkeys([*range(0x00, 0x09), 0x0B, 0x0C, *range(0x0E, 0x20), *range(0x7F, 0xA0)], "\ufffd")
 
 
 class Markup(str):
-    """Text that is markup already. Only this module and the page's own files make it."""
+    """Text that is already markup. Only this module and the page's own files create it."""
 
     __slots__ = ()
 
@@ -22,14 +22,14 @@ Child = str | int | None | Iterable[Any]
 
 
 def escaped(text: object) -> str:
-    """Text as the content of an element or of a quoted attribute."""
+    """Return text escaped for an element or a quoted attribute."""
     shown = str(text).translate(CONTROLS).encode("utf-8", "replace").decode()
     return html.escape(shown, quote=True)
 
 
 def element(name: str, /, *children: Child, **attributes: object) -> Markup:
-    """`element("a", "see", href="#x", class_="name")`. None and False attributes are left out, True ones are bare, and
-    underscores are dashes: `aria_label`. Two decimals of a coordinate are enough."""
+    """Return an element: `element("a", "see", href="#x", class_="name")`. Attributes of None or False are
+    left out, True is bare, and underscores are dashes: `aria_label`. Coordinates have two decimals."""
     opened = name
     for key, value in attributes.items():
         key = key.rstrip("_").replace("_", "-")
@@ -44,7 +44,7 @@ def element(name: str, /, *children: Child, **attributes: object) -> Markup:
 
 
 def joined(children: Iterable[Any]) -> Markup:
-    """Children, one after another; lists among them are theirs."""
+    """Join children; lists among them are flattened."""
     parts = []
     for child in children:
         if child is None:
@@ -59,7 +59,7 @@ def joined(children: Iterable[Any]) -> Markup:
 
 
 def data(value: object, identity: str) -> Markup:
-    """A value for the script to read: JSON that no text inside it can end."""
+    """Return a value as JSON for the page's script; no text inside can end the element."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace").decode()
     text = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return Markup(f'<script type="application/json" id="{identity}">{text}</script>')

@@ -1,4 +1,4 @@
-"""Tables and sentences: as lines of text, which a terminal folds where they are too long, and as HTML for a notebook."""
+"""Tables and sentences as text, folded by a terminal, and as HTML for a notebook."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BETWEEN = "  "  # columns
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A table: its cells row by row, the columns in `right` to the right."""
+    """A table: cells by rows, with the columns in `right` aligned to the right."""
 
     cells: Sequence[Sequence[str]]
     right: Collection[int] = ()
@@ -25,7 +25,8 @@ Block = Rows | str  # a table, or a sentence
 
 
 class Shown:
-    """What prints as `blocks` of text, and stands in a notebook as tables. A dataclass of it says `repr=False`."""
+    """A base class for objects printed as blocks of text, and shown as tables in a notebook. A
+    dataclass derived from it sets `repr=False`."""
 
     def blocks(self) -> Iterator[Block]:
         raise NotImplementedError
@@ -45,7 +46,7 @@ def as_text(blocks: Iterable[Block]) -> str:
 
 
 def as_html(blocks: Iterable[Block]) -> Markup:
-    """Styles stand in each element: a notebook has its own for tables, and takes no style sheet."""
+    """Return blocks as HTML with inline styles: a notebook uses no style sheet, and has its own for tables."""
     parts = []
     for block in blocks:
         if isinstance(block, str):
@@ -63,7 +64,7 @@ def as_html(blocks: Iterable[Block]) -> Markup:
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
-    """One line for each row, columns aligned, those in `right` to the right."""
+    """Return a line for each row with columns aligned: to the right for the columns in `right`."""
     if not rows:
         return []
     rows = [[printable(cell) for cell in row] for row in rows]
@@ -78,7 +79,7 @@ def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list
 
 
 def folded_row(cells: Sequence[str], width: int) -> list[str]:
-    """Fold one row of a table, or a sentence: as many cells to a line as there is room, indented after the first."""
+    """Fold a row of a table, or a sentence, to lines of `width`, indented after the first."""
     lines: list[str] = []
     held = ""
     for cell in cells:

@@ -1,1 +1,1 @@
-"""Tools for programs: jaxprs, their products and provenance, and the protocol buffers of XLA."""
+"""Analysis of programs: jaxprs, their products and provenance, and the protocol buffers of XLA."""

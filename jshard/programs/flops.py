@@ -1,4 +1,4 @@
-"""How many floating-point operations each device does in products, counted in the jaxpr."""
+"""Floating-point operations of each device in products, counted in the jaxpr."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jshard.programs.provenance import Cause, often, said
 
 @dataclasses.dataclass
 class Flops:
-    """FLOPs of one device by dtype of the operands. `at_most` where the layout of some array can't be seen, and it was
-    taken to be whole on every device; `unknown` products stand in a loop whose trips no program text tells."""
+    """The FLOPs of a device, by dtype of the operands. `at_most` is True if some layout is unknown and
+    counted as replicated. `unknown` is True for products in a loop with an unknown number of trips."""
 
     flops: dict[str, float] = dataclasses.field(default_factory=dict)
-    in_kernels: dict[str, float] = dataclasses.field(default_factory=dict)  # of those, what kernels declare
+    in_kernels: dict[str, float] = dataclasses.field(default_factory=dict)  # the part declared by kernels
     at_most: bool = False
     unknown: bool = False
-    remat: bool = True  # whether what jax.checkpoint computes again counts
-    stage: int = 0  # of a pipeline: the one that is counted
-    stages: int = 1  # as many as differ in what they compute
+    remat: bool = True  # count recomputation of jax.checkpoint
+    stage: int = 0  # the counted stage of a pipeline
+    stages: int = 1  # the number of stages with different programs
 
     @property
     def total(self) -> float:
@@ -38,8 +38,8 @@ class Flops:
 
 
 def arithmetic_of(jaxpr: Jaxpr, *, remat: bool = True) -> Flops:
-    """Count the FLOPs of products and convolutions, and what kernels declare; without what `jax.checkpoint` computes again
-    unless `remat`. Of a pipeline's stages it counts the one with most."""
+    """Count the FLOPs of products and convolutions, and FLOPs declared by kernels. Recomputation by
+    `jax.checkpoint` counts only with `remat`. Of a pipeline's stages, the largest count is returned."""
     found = _counted(jaxpr, Flops(remat=remat))
     others = (_counted(jaxpr, Flops(remat=remat, stage=stage)) for stage in range(1, found.stages))
     return max((found, *others), key=lambda each: each.total)
@@ -47,14 +47,14 @@ def arithmetic_of(jaxpr: Jaxpr, *, remat: bool = True) -> Flops:
 
 def _counted(jaxpr: Any, found: Flops) -> Flops:
     jaxpr = bare(jaxpr)
-    # A derivative may hold products that nothing reads.
+    # A derivative may have unused products.
     live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     _walk(live, 1, found, manual=False)
     return found
 
 
 def _walk(jaxpr: Any, times: int, found: Flops, *, manual: bool, before: int = 1) -> None:
-    """Count what runs `times` times, in a loop that runs `before` times."""
+    """Count the equations of a jaxpr that runs `times` times, in a loop that runs `before` times."""
     for eqn in jaxpr.eqns:
         name, stack = eqn.primitive.name, eqn.source_info.name_stack
         if not found.remat and ("rematted_computation" in str(stack) or Cause().inside(stack.stack).remat):
@@ -74,7 +74,7 @@ def _walk(jaxpr: Any, times: int, found: Flops, *, manual: bool, before: int = 1
             largest = max((operand.aval for operand in eqn.invars), key=lambda aval: aval.size, default=None)
             if estimate and largest is not None:
                 found.add(largest.dtype, float(times * estimate.flops), in_kernel=True)
-        elif name == "multiplied":  # said beside a kernel of a GPU
+        elif name == "multiplied":  # beside a GPU kernel, with its count
             found.add(eqn.invars[0].aval.dtype, float(times * eqn.params["flops"]), in_kernel=True)
         elif name == "scan":
             _walk(bare(eqn.params["jaxpr"]), times * eqn.params["length"], found, manual=manual, before=times)
@@ -101,7 +101,7 @@ def _walk(jaxpr: Any, times: int, found: Flops, *, manual: bool, before: int = 1
 
 
 def _shape(aval: Any, found: Flops, manual: bool) -> tuple[int, ...]:
-    """The shape on one device: inside a shard_map shapes are those already."""
+    """Return the shape on one device; inside a shard_map, shapes are such already."""
     if manual:
         return aval.shape
     sharding = getattr(aval, "sharding", None)

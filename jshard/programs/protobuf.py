@@ -1,4 +1,4 @@
-"""Read and edit protocol buffers: the fields of a message by their numbers, with no schema at hand."""
+"""Reading and editing of protocol buffers without a schema: fields by number."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 
 class Unreadable(ValueError):
-    """These bytes are no message."""
+    """An error for bytes without a valid message."""
 
 
 class Message(dict[int, list[int | memoryview]]):
-    """The values of each field, in order: numbers without their sign, all else as bytes."""
+    """The values of each field, in order: unsigned numbers, or bytes for all else."""
 
     def __init__(self, content: bytes | memoryview = b""):
         for field, value, _ in fields(content):
             self.setdefault(field, []).append(value)
 
     def number(self, field: int) -> int:
-        """Return a number; 0 where it is left out."""
+        """Return a number, or 0 for a missing field."""
         value = self.get(field, [0])[-1]
         if not isinstance(value, int):
             raise Unreadable("bytes where a number is due")
@@ -56,7 +56,7 @@ def fields(content: bytes | memoryview) -> Iterator[tuple[int, int | memoryview,
         if kind not in (0, 1, 2, 5):
             raise Unreadable(f"a field of kind {kind}")
         value, place = _varint(content, place) if kind in (0, 2) else ({1: 8, 5: 4}[kind], place)
-        if kind:  # not a number: so many bytes
+        if kind:  # bytes of this length
             value, place = content[place : place + value], place + value
         if place > end:
             raise Unreadable("a field that is cut off")
@@ -64,13 +64,13 @@ def fields(content: bytes | memoryview) -> Iterator[tuple[int, int | memoryview,
 
 
 def split_delimited(content: bytes) -> tuple[bytes, bytes]:
-    """A message that its length stands before, with that, and what is behind it."""
+    """Split a message with its length in front from the bytes after it."""
     size, begin = _varint(memoryview(content), 0)
     return content[: begin + size], content[begin + size :]
 
 
 def written(field: int, content: bytes | memoryview) -> bytes:
-    """Write a field that holds bytes: a text, a message, or packed numbers."""
+    """Return a field of bytes: a text, a message, or packed numbers."""
     return packed([field << 3 | 2, len(content)]) + bytes(content)
 
 
@@ -85,7 +85,7 @@ def packed(numbers: Iterable[int]) -> bytes:
 
 
 def edited(content: bytes | memoryview, changes: Mapping[int, Callable[[memoryview], bytes]]) -> bytes:
-    """A message in which the bytes of these fields, each of which has to be there, are what the functions make of them."""
+    """Return a message with the bytes of its fields changed by functions. All these fields must exist."""
     found, left = [], set(changes)
     for field, value, as_it_was in fields(content):
         if field in changes and isinstance(value, memoryview):
@@ -106,7 +106,7 @@ def _unpacked(content: memoryview) -> Iterator[int]:
 
 
 def _varint(content: memoryview, place: int) -> tuple[int, int]:
-    """Read a number in base 128, the lowest digit first; also return the place behind it."""
+    """Read a number in base 128, lowest digit first; also return the place after it."""
     number = shift = 0
     while place < len(content):
         digit = content[place]

@@ -1,5 +1,5 @@
-"""Why a collective stands in a program. Whoever asks for it says so in a name scope, which JAX keeps in its jaxprs and XLA in
-the metadata of what it compiles; here both are read back."""
+"""The provenance of collectives: who asked for each, and why. The caller writes it to a name scope.
+JAX keeps the scope in jaxprs, and XLA in the metadata of compiled programs; both are read here."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ PHASES = ("forward", "backward", "update")  # in the order of a training step
 FIELDS = frozenset(
     ("signal", "claim", "phase", "key", "reason", "chosen", "again", "times", "each", "turns", "program")
 )
-GUARD = re.compile(r"jshard\[([^\]]*)\]")  # `jshard[signal=up]`; what a user types in a scope is left alone
+GUARD = re.compile(r"jshard\[([^\]]*)\]")  # `jshard[signal=up]`; other scopes are the user's
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 JOINED = re.compile(r"((?:.*?/)?)\((.*)\)")
-Part = tuple[str, str]  # what JAX put on the name stack, a "scope" or a "transform", and its name
+Part = tuple[str, str]  # an entry of JAX's name stack: "scope" or "transform", and its name
 
 
 def scope(**fields: str):
-    """Say who asks for the collectives traced inside: `with scope(key="sequence"):`.
+    """Mark the collectives traced inside with their cause: `with scope(key="sequence"):`.
 
-    `signal` is nested into the signals around (`decoder/attn` is two); `claim` is a signal too, which counts where no `signal`
-    stands, the innermost alone; `key` is the key of the innermost one; `phase` is backward or update, where no transformation
-    of JAX tells; `reason` is redistribute; `chosen` is the strategy that jshard
-    took by itself, in words; `again` is remat around what is computed a second time and differentiated there;
-    `times` and `turns`, of a branch in a loop, are how often each device takes it in all turns, a number for each stage
-    where they differ, and in how many any does;
-    `program` is the number of the partitioned program that is called;
-    `times` and `each`, of a send in a loop, how often it is asked for in all turns, by all devices and by the one most often.
+    `signal` nests in the signals around (`decoder/attn` is two). `claim` is a signal that counts only
+    without a `signal` around, and only the innermost counts. `key` is the key of the innermost signal.
+    `phase` is backward or update, if no transformation of JAX shows it. `reason` is redistribute.
+    `chosen` is the strategy chosen by jshard itself, in words. `again` is remat, around recomputation
+    that is differentiated there. `program` is the number of the partitioned program being called.
+    `times` and `turns`, of a branch in a loop, are how often each device takes it in all turns (a
+    number for each stage if they differ) and in how many turns any device does. `times` and `each`, of
+    a send in a loop, are how often it runs in all turns: on all devices, and on the busiest device.
     """
     assert fields.keys() <= FIELDS, fields
     words = ",".join(f"{field}={quote(word, safe=' =*+')}" for field, word in fields.items())
@@ -48,49 +48,49 @@ def scope(**fields: str):
 
 
 def placed_in(stack: Any, signal: str) -> Any:
-    """Add the signal that claims the nearest parameter to the name stack of an equation."""
+    """Add the signal that claims the nearest parameter to an equation's name stack."""
     with source_info_util.user_context(None, name_stack=stack), scope(claim=signal):
         return source_info_util.current_name_stack()
 
 
 def said(stack: Sequence[Any], field: str) -> str:
-    """The last word that a name stack has for a field."""
+    """Return the last word for a field in a name stack, or ""."""
     return next((words[field] for each in reversed(stack) if field in (words := _fields(each.name))), "")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why a collective, or another operation, stands where it does."""
+    """The cause of a collective or another operation: signals, phase, key and line."""
 
     path: tuple[str, ...] = ()  # the signals around it, outermost first
     phase: str = "forward"  # forward, backward, update
-    key: str = ""  # of the innermost signal: the one that asks
-    redistributed: bool = False  # it brings an array to where a signal wants it
-    remat: bool = False  # it runs a second time, for the backward pass
-    chosen: str = ""  # the strategy it is part of, with its price, where jshard took one by itself
-    asked: bool = True  # whether a signal asked for it, as far as that is known
-    place: Location | None = None  # the line of the configuration that asks
-    claimed: bool = dataclasses.field(default=False, compare=False)  # the path is a claim's: no signal stands around
+    key: str = ""  # the responsible key of the innermost signal
+    redistributed: bool = False  # it moves an array to the layout of a signal
+    remat: bool = False  # it runs again, for the backward pass
+    chosen: str = ""  # its strategy, with the price, if jshard chose it
+    asked: bool = True  # whether a signal asked for it, if known
+    place: Location | None = None  # its line of the configuration
+    claimed: bool = dataclasses.field(default=False, compare=False)  # the path is of a claim: no signal is around
     source: str = dataclasses.field(default="", compare=False)  # the line of the program: model.py:12
 
     @property
     def signal(self) -> str:
-        """`decoder/attn`; "-" under none."""
+        """The signals as `decoder/attn`, or "-" without any."""
         return "/".join(self.path) or "-"
 
     @property
     def words(self) -> list[str]:
-        """What a table says in brackets."""
+        """The words in brackets for a table."""
         chosen = [f"chosen {self.chosen.partition(',')[0]}"] if self.chosen else []
         return [*chosen, *["redistribute"] * self.redistributed, *["remat"] * self.remat]
 
     def is_like(self, other: Cause) -> bool:
-        """Whether both stand under the same signals, in the same phase."""
+        """Return whether both are under the same signals, in the same phase."""
         return (self.path, self.phase) == (other.path, other.phase)
 
     def inside(self, stack: Sequence[Any], *, checkpoint: bool = False) -> Cause:
-        """Add what an equation's name stack says. `checkpoint`: the equation stands directly in a jax.checkpoint, whose
-        scope JAX adds only when it lowers."""
+        """Return the cause extended by an equation's name stack. `checkpoint`: the equation is
+        directly in a jax.checkpoint, whose scope JAX adds only when lowering."""
         if not stack:
             return self
         parts = tuple(("transform" if type(each).__name__ == "Transform" else "scope", each.name) for each in stack)
@@ -104,7 +104,7 @@ class Cause:
             path=path,
             claimed=bool(path) and not named,
             phase=latest((self.phase, inner.phase)),
-            key=inner.key if inner.path or inner.key else self.key,  # a key is one of the signal it is written under
+            key=inner.key if inner.path or inner.key else self.key,  # a key belongs to its signal
             redistributed=self.redistributed or inner.redistributed,
             remat=self.remat or inner.remat,
             chosen=inner.chosen or self.chosen,
@@ -112,7 +112,7 @@ class Cause:
 
 
 def latest(phases: Iterable[str]) -> str:
-    """Of the phases that name stacks tell, the one that holds: an update is neither forward nor backward."""
+    """Return the latest phase in name stacks: an update is neither forward nor backward."""
     return max(phases, key=PHASES.index, default=PHASES[0])
 
 
@@ -163,34 +163,34 @@ def _fields(name: str) -> dict[str, str]:
     return {field: unquote(word) for field, _, word in pairs if field in FIELDS and word}
 
 
-# -- what XLA keeps of it --
+# -- causes in XLA's metadata --
 
 
 def op_name(text: str) -> str:
-    """Where in the program an instruction comes from, as the metadata in its text says."""
+    """Return the origin of an instruction in the program, from the metadata in its text."""
     found = OP_NAME.search(text)
     return found[1] if found else ""
 
 
 def causes(op_name: str) -> tuple[Cause, ...]:
-    """Read the `op_name` of an HLO instruction: one cause, or several where XLA joined instructions."""
+    """Read the `op_name` of an HLO instruction: several causes if XLA joined instructions."""
     return tuple(_read(tuple(_parts(each))) for each in split(op_name))
 
 
 def cause(op_name: str) -> Cause:
-    """The cause that all of an `op_name` agrees on; one under no signal where it names several."""
+    """Return the only cause of an `op_name`, or a cause without a signal if there are several."""
     found = set(causes(op_name))
     return found.pop() if len(found) == 1 else Cause()
 
 
 def often(times: str) -> list[Fraction]:
-    """Read `times`: one number, or one for each stage. A loop that runs several times may take a branch less often in one."""
+    """Read `times`: a number, or a number for each stage. A loop may take a branch less often on a stage."""
     return [Fraction(word) for word in times.split()]
 
 
 def taken(op_name: str) -> tuple[Fraction, int] | None:
-    """How often the device that does so most takes a branch in all turns of the loop around, and in how many turns any does,
-    where the scope directly around it says so."""
+    """Return how often the busiest device takes a branch in all turns of its loop, and in how many
+    turns any does. Return None if the scope directly around the branch has no counts."""
     *_, (_, around), _ = (("", ""), ("", ""), *_parts(op_name))
     if "turns" not in (words := _fields(around)):
         return None
@@ -198,19 +198,19 @@ def taken(op_name: str) -> tuple[Fraction, int] | None:
 
 
 def operation(op_name: str) -> str:
-    """The primitive that an instruction comes from: `dot_general`, or several where XLA joined instructions."""
+    """Return the primitive of an instruction: `dot_general`, or several if XLA joined instructions."""
     return "+".join(dict.fromkeys(each.rpartition("/")[2] for each in split(op_name)))
 
 
 @functools.lru_cache(maxsize=65536)
 def split(op_name: str) -> tuple[str, ...]:
-    """The name stacks that XLA joined into one: `what/is/(common:of:them)`."""
+    """Return the name stacks joined by XLA into one: `what/is/(common:of:them)`."""
     found = JOINED.fullmatch(op_name)
     return tuple(found[1] + part for part in found[2].split(":")) if found else (op_name,)
 
 
 def _parts(op_name: str) -> Iterator[Part]:
-    """The name stack behind its text, in which `transpose(jvp(up))` is two transformations and a scope, but `jit(f)` a call."""
+    """Yield the entries of a name stack: `transpose(jvp(up))` is two transformations and a scope."""
     for word in op_name.split("/"):
         *outer, name = word.split("(")
         yield from (("transform", each) for each in outer if each not in ("jit", "pjit"))
@@ -225,23 +225,23 @@ _INSIDE = ("/flax/", "<frozen ", "/bin/jshard", "/contextlib.py")
 
 @functools.cache
 def _folders(shortened: str | None) -> tuple[str, ...]:
-    """jshard's and JAX's, and what JAX makes of their names where it is told to shorten those of files."""
+    """Return the folders of jshard and JAX, also as shortened by JAX's option for file names."""
     return (*_FOLDERS, *(re.sub(shortened, "", folder) for folder in _FOLDERS if shortened))
 
 
 def source_of(eqn: Eqn) -> str:
-    """`model.py:12`: the innermost line of the program that is not jshard's, JAX's or Flax's."""
+    """Return `model.py:12`: the innermost line of an equation outside jshard, JAX and Flax."""
     frames = source_info_util.user_frames(eqn.source_info.traceback)
     return own_line((frame.file_name, frame.start_line) for frame in frames)
 
 
 def line_here() -> str:
-    """`model.py:12`: the innermost line of the running program that is not jshard's, JAX's or Flax's."""
+    """Return `model.py:12`: the innermost running line outside jshard, JAX and Flax."""
     return own_line((each.f_code.co_filename, each.f_lineno) for each in _running(sys._getframe(1)))
 
 
 def is_inside(names: Collection[str]) -> bool:
-    """Tell whether a function of one of these names is running."""
+    """Return whether a function with one of these names is running."""
     return any(frame.f_code.co_name in names for frame in _running(sys._getframe(1)))
 
 
@@ -252,7 +252,7 @@ def _running(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 
 
 def own_line(frames: Iterable[Sequence[Any]]) -> str:
-    """Return `model.py:12` for the first of these files and lines, innermost first, that is the user's; "" where none is."""
+    """Return `model.py:12` for the user's first line in these frames, innermost first, or ""."""
     folders = _folders(jax.config.values["jax_hlo_source_file_canonicalization_regex"])
     own = (
         (file, line)
@@ -263,16 +263,16 @@ def own_line(frames: Iterable[Sequence[Any]]) -> str:
 
 
 class StackFrames:
-    """The lines of the program behind the instructions of a compiled text, by the tables above it."""
+    """The program lines of a compiled text's instructions, from the tables above it."""
 
     def __init__(self, text: str):
         tables = ("FileNames", "FileLocations", "StackFrames")
         self.files, self.locations, self.frames = (_table(text, name) for name in tables)
-        # XLA counts the parents from one, and a frame without one has the first: a root's own number
+        # XLA counts parents from 1, and a root frame is its own parent
         self.offset = 1 if self.frames.get("1", "").endswith("parent_frame_id=1}") else 0
 
     def source(self, text: str) -> str:
-        """`model.py:12`: the innermost line behind an instruction that is not jshard's, JAX's or Flax's."""
+        """Return `model.py:12`: the innermost line of an instruction outside jshard, JAX and Flax."""
         found = re.search(r"\bstack_frame_id=(\d+)", text)
         if found is None:
             found = re.search(r'\bsource_file="([^"]*)" source_line=(\d+)', text)

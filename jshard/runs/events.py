@@ -1,9 +1,9 @@
-"""What happens, told once to whoever listens: the log of a run, and stderr where `JSHARD_LOG` asks for it.
+"""Events of a run for its listeners: its log, and stderr with `JSHARD_LOG`.
 
     events.tell("saved", step=100, folder="runs/mine/checkpoints/100")
 
-Where the fields cost something to find, `if events.listeners:` stands before it. `WORDS` is the one list of events: which
-word of `JSHARD_LOG` shows it, and how it reads.
+If the fields cost time, guard it by `if events.listeners:`. `WORDS` is the only list of events,
+with the word of `JSHARD_LOG` and the text of each.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ listeners: tuple[Listener, ...] = ()
 
 
 def tell(what: str, /, **fields: object) -> None:
-    """Hand an event on to all listeners."""
+    """Send an event to all listeners."""
     for listener in listeners:
         listener(what, fields)
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """From now on `listener` hears every event; returns what ends that."""
+    """Add a listener to all events; return a function to remove it."""
     global listeners
     listeners = (*listeners, listener)
 
@@ -71,7 +71,7 @@ def listen(listener: Listener) -> Callable[[], None]:
 
 
 def listener(environment: Mapping[str, str]) -> Listener | None:
-    """What prints the events that `JSHARD_LOG` asks for on stderr; None where it asks for none, or another rank speaks."""
+    """Return a printer of the events in `JSHARD_LOG` to stderr, or None without any or on a silent rank."""
     asked = [word.strip() for word in environment.get("JSHARD_LOG", "").split(",") if word.strip()]
     for word in asked:
         if word not in ASKED:
@@ -94,7 +94,7 @@ RANKS = ("JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "JOB_COMPLETI
 
 
 def _speaks(environment: Mapping[str, str]) -> bool:
-    """The first process does; under `jshard launch`, which puts ranks before the lines, all of them."""
+    """Return whether this process prints: the first, or under `jshard launch`, which marks ranks, all."""
     if "JSHARD_LAUNCH_STATUS" in environment:
         return True
     return next((environment[name].strip() == "0" for name in RANKS if name in environment), True)

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: tables of what each stage runs in each tick; made, read, checked, priced and drawn. No JAX."""
+"""Pipeline schedules as tables of operations by stage and tick: made, read, checked, priced, drawn. No JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a table that a person wrote, and check that it can run and computes what it should."""
+"""Reading a table written by hand, and checking its order and completeness."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TICK = re.compile(rf"\.|(?:{OP.pattern})+")
 
 
 class Word(NamedTuple):
-    """An operation, and where it stands."""
+    """An operation with its place in the file."""
 
     op: Op
     stage: int
     tick: int
     place: str  # mine.txt:3:12
-    text: str  # as it is written
+    text: str  # as written
 
     @property
     def subject(self) -> str:
@@ -36,10 +36,10 @@ def load(path: str | Path) -> Table:
 
 
 def read(text: str, source: str) -> Table:
-    """Read a table from `text`, a row for each stage, in which # begins a remark; see `Table` for what it says.
+    """Read a table from `text`: a row for each stage, and # begins a remark; see `Table` for its meaning.
 
-    Every microbatch must go forward and back through every chunk of every stage once, an operation after what it needs. Raises
-    JShardError for the first fault, with its line and column: others often follow from it.
+    Every microbatch must go forward and back through every chunk of every stage once, and an operation must follow
+    its inputs. Raises JShardError only for the first fault, with its line and column: others often follow from it.
     """
     rows = [_row(line, number, source) for number, line in enumerate(text.split("\n"), 1)]
     rows = [row for row in rows if row]
@@ -70,7 +70,7 @@ def _row(line: str, number: int, source: str) -> list[Found]:
 
 
 def _after(found: Found, source: str) -> str:
-    """The place behind a word."""
+    """Return the place after a word."""
     return f"{source}:{found[0]}:{found[1].end() + 1}"
 
 
@@ -84,7 +84,7 @@ def _ops(found: Found, stage: int, tick: int, source: str) -> Iterator[Word]:
             fault = f"{at.subject} is the second {each[1]} in tick {tick} of stage {stage}"
             raise JShardError(fault, hint="put it in another tick")
         if slots and SLOTS.index(each[1]) < SLOTS.index(slots[-1]):
-            fault = f"{at.subject} stands behind a {slots[-1]}, and a tick runs F, then B, then W"
+            fault = f"{at.subject} follows a {slots[-1]}, but a tick runs F, then B, then W"
             raise JShardError(fault, hint=f"write it before the {slots[-1]}")
         slots += each[1]
         yield at
@@ -102,7 +102,7 @@ def _nothing_twice(words: list[Word], stages: int) -> None:
 
 
 def _nothing_missing(by_key: dict[StageOp, Word], ends: list[str]) -> None:
-    """Check that every stage has every chunk of every microbatch, in each slot that the table uses."""
+    """Check for every chunk of every microbatch on every stage, in each slot used by the table."""
     stages = len(ends)
     slots = SLOTS if any(key.slot == "W" for key in by_key) else SLOTS[:2]
     microbatches = 1 + max((key.microbatch for key in by_key), default=0)
@@ -128,7 +128,7 @@ def _in_order(by_key: dict[StageOp, Word], stages: int) -> None:
             if word.tick < other.tick + lag:
                 whose = f"of stage {other.stage}" if other.stage != word.stage else "of its own stage"
                 raise JShardError(
-                    f"{word.subject} runs in tick {word.tick} of stage {word.stage}, and what it needs, {other.op} {whose}, "
+                    f"{word.subject} runs in tick {word.tick} of stage {word.stage}, but needs {other.op} {whose}, which runs "
                     f"in tick {other.tick}",
                     hint=f"move it to tick {other.tick + lag} or later",
                 )

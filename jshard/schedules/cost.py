@@ -1,4 +1,4 @@
-"""What a schedule costs: how long each stage waits, what it keeps, and what it sends."""
+"""The costs of a schedule: waiting time, kept microbatches and sends of each stage."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from jshard.schedules.table import SLOTS, Op, StageOp, Table
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """How long an operation takes, in any unit. A backward that makes weight gradients too takes B + W."""
+    """The time of an operation in any unit. A backward with weight gradients takes B + W."""
 
     F: float = 1.0
     B: float = 1.0
     W: float = 1.0
 
     def of(self, slot: str, table: Table) -> float:
-        """Return how long an operation of this slot takes."""
+        """Return the time of an operation in this slot."""
         return self.B + self.W if slot == "B" and not table.splits_weights else getattr(self, slot)
 
 
 @dataclasses.dataclass(frozen=True)
 class TimedOp:
-    """One operation in time."""
+    """An operation with its start and end."""
 
     stage: int
     op: Op
@@ -35,7 +35,7 @@ class TimedOp:
 
 @dataclasses.dataclass(frozen=True)
 class TimedTable:
-    """The operations of all stages in time."""
+    """The operations of all stages over time."""
 
     stages: int
     bars: tuple[TimedOp, ...]
@@ -46,18 +46,18 @@ class TimedTable:
 
     @property
     def idle(self) -> float:
-        """The share of the time in which a stage waits."""
+        """The share of the time in which stages wait."""
         return max(0.0, 1 - sum(bar.end - bar.start for bar in self.bars) / (self.length * self.stages))
 
 
 def inputs_kept(table: Table) -> list[list[int]]:
-    """Count by stage and tick the microbatches whose input a stage keeps: from the tick after it arrived, or from its forward
-    on the first stage, until nothing needs it."""
+    """Count by stage and tick the microbatches with a kept input. An input is kept from the tick
+    after its arrival, or on the first stage from its forward, to its last use."""
     return _kept(table, table.inputs("F", table.last_slot))
 
 
 def gradients_kept(table: Table) -> list[list[int]]:
-    """Count by stage and tick the microbatches for which a stage keeps the gradient of its output."""
+    """Count by stage and tick the microbatches with a kept gradient of the stage's output."""
     return _kept(table, table.inputs("B", table.last_slot))
 
 
@@ -75,21 +75,21 @@ def _kept(table: Table, spans: Mapping[StageOp, tuple[int, int]]) -> list[list[i
 
 
 def sends(table: Table) -> dict[str, list[int]]:
-    """Count by slot and stage what it sends to another in a step: outputs (F) and gradients of inputs (B), one for each
-    microbatch and hop."""
+    """Count by slot and stage the sends to other stages in a step: outputs (F) and gradients of
+    inputs (B). There is one for each microbatch and hop."""
     sent = Counter((key.slot, key.virtual % table.stages) for key in _sending(table))
     return {slot: [sent[slot, stage] for stage in range(table.stages)] for slot in "FB"}
 
 
 def _sending(table: Table) -> list[StageOp]:
-    """The operations that make something for another stage."""
+    """Return the operations with a result for another stage."""
     ends = {"F": table.virtual_stages - 1, "B": 0}
     return [key for key in table.when if table.stages > 1 and key.virtual != ends.get(key.slot, key.virtual)]
 
 
 def sends_alone(table: Table) -> float:
-    """The share of sends in a step beside which no stage has work. What slot F sends goes beside B and W of its tick, what B
-    sends beside the next tick's F."""
+    """Return the share of sends in a step without work at the same time on any stage. Sends of slot
+    F run beside B and W of the same tick, and sends of B beside F of the next tick."""
     busy = {slot: {tick for key, tick in table.when.items() if key.slot == slot} for slot in SLOTS}
     of = [(key.slot, table.when[key]) for key in _sending(table)]
     alone = sum(tick + 1 not in busy["F"] if slot == "B" else tick not in busy["B"] | busy["W"] for slot, tick in of)
@@ -98,14 +98,14 @@ def sends_alone(table: Table) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """A table with what it costs at given times."""
+    """A table with its costs at given times."""
 
     table: Table
     times: Times = Times()
 
     @functools.cached_property
     def lock_step(self) -> TimedTable:
-        """The table in time, run as one program: a slot takes its time on every stage if one has an operation in it."""
+        """The table over time as a single program: a slot used on any stage takes its time on all stages."""
         bars, now = [], 0.0
         for tick in range(self.table.ticks):
             for slot in SLOTS:
@@ -120,7 +120,7 @@ class Cost:
         return f"{self.table}, {percent(self.lock_step.idle)} idle in lock-step"
 
     def figures(self) -> list[tuple[str, str]]:
-        """Name and value of each figure."""
+        """Return the name and value of each figure."""
         sent_by = [sum(both) for both in zip(*sends(self.table).values(), strict=True)]
         inputs, gradients = ([max(ticks) for ticks in kept(self.table)] for kept in (inputs_kept, gradients_kept))
         return [
@@ -134,7 +134,7 @@ class Cost:
 
 
 def compared(costs: Sequence[Cost]) -> list[list[str]]:
-    """The figures of tables side by side: a row of names, a row for each figure."""
+    """Return the figures of tables side by side: a row of names, and a row for each figure."""
     head = ["", *(cost.table.name for cost in costs)]
     figures = zip(*(cost.figures() for cost in costs), strict=True)
     return [head, *([each[0][0], *(value for _, value in each)] for each in figures)]

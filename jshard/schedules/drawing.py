@@ -1,4 +1,4 @@
-"""A schedule as text for a terminal, as SVG, and as a part of a page."""
+"""Drawings of a schedule: text for a terminal, SVG, and a part of a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jshard.schedules.cost import Cost, TimedTable, percent
 from jshard.schedules.table import SLOTS, Table
 
 SAYS = {"F": "forward", "B": "backward", "W": "weight gradients"}
-# The class of a colour in the style of all pages, and the same for a picture that stands alone.
+# The class of a colour on jshard's pages, and the colour for a picture without a page.
 COLOURS = {"F": ("ax0", "#2459c9"), "B": ("ax2", "#137a4b"), "W": ("ax1", "#a84a08")}
 LEFT, LANE, GAP, HEAD, FOOT = 66, 22, 4, 34, 14
 LONGEST = 24_000  # pixels
@@ -22,7 +22,7 @@ FONT = "ui-sans-serif, system-ui, sans-serif"
 
 
 def grid(drawn: Table, width: int | None) -> list[str]:
-    """The table with its stages and ticks named; in several parts, some ticks each, where it is wider than `width`."""
+    """Return the table with names of stages and ticks, in several parts if it is wider than `width`."""
     columns = [[str(tick), *words] for tick, words in enumerate(zip(*drawn.words(), strict=True))]
     names = ["", *(f"stage {stage}" for stage in range(drawn.stages))]
     lines: list[str] = []
@@ -37,7 +37,7 @@ def grid(drawn: Table, width: int | None) -> list[str]:
 
 
 def picture(costs: Sequence[Cost]) -> Markup:
-    """Draw tables on one axis of time, in lock-step, as they run."""
+    """Draw tables on a common time axis, as they run in lock-step."""
     runs = [cost.lock_step for cost in costs]
     longest = max(run.length for run in runs)
     shortest = min(bar.end - bar.start for run in runs for bar in run.bars)
@@ -51,7 +51,7 @@ def picture(costs: Sequence[Cost]) -> Markup:
 
 
 def drawn(costs: Sequence[Cost]) -> Markup:
-    """The picture in a page, with its legend."""
+    """Return the picture for a page, with its legend."""
     return element(
         "div",
         legend((f"fill {COLOURS[slot][0]}", SAYS[slot], slot) for slot in SLOTS),

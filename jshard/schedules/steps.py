@@ -1,4 +1,4 @@
-"""A table as numbers that one loop over its ticks reads: who does what in each tick, and where in its buffers that lies."""
+"""A schedule as columns of numbers for one loop over ticks: operations, and their places in buffers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ NONE = -1
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Columns of ticks, each a number for every stage, NONE where it has nothing to do there.
+    """Columns over ticks, with a number for every stage: NONE if the stage has nothing to do.
 
-    Of slot F, as of others: `F_microbatch`, `F_chunk`, the place `F_input` of its input, NONE where that is the batch. What
-    slot F sends is put at `F_arrives` as the tick ends, what slot B has sent in the tick before at `B_arrives`, before slot B.
-    B and W have `_gradient`, the place of the gradient of their output, NONE where B makes it of the loss: it is put at
-    `B_loss` before slot W, which needs it. What F keeps for both lies at `_kept`, what B leaves for W at `_left`, and what the
-    last F of a microbatch makes at `_output`, until the loss is computed of it.
+    `F_microbatch`, `F_chunk` and `F_input` (the place of its input, NONE for the batch) belong to slot F,
+    and other slots have the same. Sends of slot F are put at `F_arrives` at the end of the tick. Sends of
+    slot B in the tick before are put at `B_arrives`, before slot B. In B and W, `_gradient` is the place
+    of their output's gradient, NONE if B computes it from the loss: then it is put at `B_loss`, before
+    slot W needs it. Values that F keeps for both are at `_kept`, and values that B leaves for W are at
+    `_left`. The output of a microbatch's last F is at `_output`, until its loss is computed.
     """
 
     columns: Mapping[str, list[list[int]]]
@@ -31,11 +32,11 @@ class Steps:
 
 
 def steps(table: Table, *, recomputes: bool = False) -> Steps:
-    """Number what each stage does, and give what it keeps places that are free then: as few as it ever keeps at once. An input
-    is kept until slot F has used it, and where a table `recomputes` its chunks, as long as what F keeps is otherwise."""
+    """Number the operations of each stage, and place kept values in as few buffer places as possible.
+    An input is kept until slot F has used it, or with `recomputes`, as long as values kept by F."""
     last, end = table.virtual_stages - 1, table.last_slot
     inputs = {key: span for key, span in table.inputs("F", end if recomputes else "F").items() if key.virtual}
-    # of the last stage's own only where W, which may be in the same tick, takes it after B
+    # the last stage keeps its own gradient only for W, which follows B
     gradients = {key: span for key, span in table.inputs("B", end).items() if key.virtual < last or end == "W"}
     outputs = {key: span for key, span in table.spans("F", "B").items() if key.virtual == last}
     places = [
@@ -68,7 +69,7 @@ def steps(table: Table, *, recomputes: bool = False) -> Steps:
             found |= {"gradient": NONE, "loss": at_gradient.get(back, NONE)}
         for what, number in found.items():
             columns[f"{key.slot}_{what}"][tick][stage] = number
-        # what goes out of this stage arrives at another: of F beside slot B, of B beside the next slot F
+        # sends of this stage arrive at another: of F beside slot B, of B beside the next slot F
         if key.slot == "F" and key.virtual < last:
             columns["F_arrives"][tick][(stage + 1) % table.stages] = at_input[key._replace(virtual=key.virtual + 1)]
         if key.slot == "B" and key.virtual:
@@ -79,11 +80,11 @@ def steps(table: Table, *, recomputes: bool = False) -> Steps:
 
 
 def _places(kept: Mapping[StageOp, tuple[int, int]], stages: int) -> tuple[dict[StageOp, int], int]:
-    """Give what a stage keeps from one tick to another, both included, a place that nothing else has meanwhile."""
+    """Assign each value a place for its span of ticks (both included), with no other value there."""
     places, most = {}, 0
     for stage in range(stages):
         free: list[int] = []
-        busy: list[tuple[int, int]] = []  # the tick in which a place is needed last
+        busy: list[tuple[int, int]] = []  # last tick of use, and the place
         count = 0
         own = sorted((when, key) for key, when in kept.items() if key.virtual % stages == stage)
         for (begins, ends), key in own:

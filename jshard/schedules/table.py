@@ -1,4 +1,4 @@
-"""A pipeline schedule as a table: what each stage runs in each tick."""
+"""A pipeline schedule as a table: the operations of each stage in each tick."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from jshard.printing.table import table as aligned
 
-SLOTS = "FBW"  # in the order in which a tick runs them
+SLOTS = "FBW"  # in a tick's order
 WAITS = "."
 READING = "A row a stage, a word a tick: F3B0 is microbatch 3 forward, then 0 backward; F3.1 is for chunk 1; . waits."
 
 
 class Op(NamedTuple):
-    """Forward (F), backward (B) or weight gradients (W) of one microbatch through one chunk of a stage's layers."""
+    """Forward (F), backward (B) or weight gradients (W) of a microbatch in a chunk of a stage's layers."""
 
     slot: str
     microbatch: int
@@ -26,7 +26,7 @@ class Op(NamedTuple):
 
 
 class StageOp(NamedTuple):
-    """An operation by its virtual stage: chunk * stages + stage, the order in which a microbatch goes through all chunks."""
+    """An operation by its virtual stage, chunk * stages + stage: a microbatch's order through chunks."""
 
     slot: str
     microbatch: int
@@ -35,10 +35,11 @@ class StageOp(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A row for each stage; in it the operations of each tick, at most one in each slot. All rows are as long.
+    """A row for each stage, with the operations of each tick: at most one in each slot. All rows
+    have the same length.
 
-    All stages go through a tick together: slot F, then B, then W. What one makes for another has arrived in the next tick.
-    Where no stage has a W, B makes the gradients of inputs and of weights; where there is one, B makes those of inputs alone.
+    All stages pass through a tick together: slot F, then B, then W. A result for another stage arrives in the
+    next tick. If any stage has a W, B computes only the gradients of inputs; otherwise also those of weights.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Table:
 
     @classmethod
     def of(cls, name: str, stages: int, when: Mapping[StageOp, int]) -> Table:
-        """Make the rows of operations by their ticks."""
+        """Make a table from operations and their ticks."""
         rows = [[[] for _ in range(1 + max(when.values()))] for _ in range(stages)]
         for key, tick in sorted(when.items(), key=lambda each: SLOTS.index(each[0].slot)):
             chunk, stage = divmod(key.virtual, stages)
@@ -71,7 +72,7 @@ class Table:
 
     @functools.cached_property
     def splits_weights(self) -> bool:
-        """Whether weight gradients have a slot of their own."""
+        """True if weight gradients have their own slot."""
         return any(key.slot == "W" for key in self.when)
 
     @functools.cached_property
@@ -85,13 +86,13 @@ class Table:
         }
 
     def spans(self, slot: str, until: str) -> dict[StageOp, tuple[int, int]]:
-        """The tick of each operation `slot`, and that of the operation `until` of its microbatch and chunk, if there is one."""
+        """Return the ticks of each operation `slot`, and of `until` for its microbatch and chunk."""
         ends = {key: self.when.get(key._replace(slot=until)) for key in self.when if key.slot == slot}
         return {key: (self.when[key], end) for key, end in ends.items() if end is not None}
 
     def inputs(self, slot: str, until: str) -> dict[StageOp, tuple[int, int]]:
-        """The ticks in which a stage keeps the input of each F, or the gradient that each B takes, for the operation `until`:
-        from the tick after another stage made it, or from the operation's own where none does."""
+        """Return the ticks in which a stage keeps the input of each F, or the gradient for each B, up to `until`.
+        They begin in the tick after another stage's operation, or at the operation itself without a sender."""
         first, step = (0, -1) if slot == "F" else (self.virtual_stages - 1, 1)
         return {
             key: (tick if key.virtual == first else self.when[key._replace(virtual=key.virtual + step)] + 1, ends)
@@ -100,20 +101,20 @@ class Table:
 
     @property
     def last_slot(self) -> str:
-        """The slot that ends a microbatch in a chunk."""
+        """The last slot of a microbatch in a chunk."""
         return "W" if self.splits_weights else "B"
 
     def op(self, key: StageOp) -> tuple[int, Op]:
-        """The stage that runs an operation, and its word."""
+        """Return the stage of an operation, and its word."""
         chunk, stage = divmod(key.virtual, self.stages)
         return stage, Op(key.slot, key.microbatch, chunk)
 
     def words(self) -> list[list[str]]:
-        """The word of each tick, by stage."""
+        """Return the word of each tick, by stage."""
         return [["".join(map(str, ops)) or WAITS for ops in row] for row in self.rows]
 
     def text(self) -> str:
-        """Write the table as a file to read and to edit, which `read` takes."""
+        """Return the table as a file to read and edit, in the format of `read`."""
         return "\n".join([f"# {self}. {READING}", *aligned(self.words()), ""])
 
     def __str__(self) -> str:
@@ -128,7 +129,7 @@ class Table:
 
 
 def key_of(op: Op, stage: int, stages: int) -> StageOp:
-    """The operation that a stage runs, by the virtual stage that it is of."""
+    """Return the operation of a stage by its virtual stage."""
     return StageOp(op.slot, op.microbatch, op.chunk * stages + stage)
 
 
@@ -137,7 +138,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def needs(key: StageOp, virtual_stages: int) -> Iterator[tuple[StageOp, int]]:
-    """What an operation needs, and how many ticks before it at least: 1 for what another chunk makes, 0 for its own."""
+    """Yield the inputs of an operation and the least ticks before it: 1 from another chunk, else 0."""
     if key.slot == "F" and key.virtual:
         yield key._replace(virtual=key.virtual - 1), 1
     if key.slot == "B":

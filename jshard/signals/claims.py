@@ -54,8 +54,7 @@ class Claim:
 def claims(
     configuration: Configuration, paths: Iterable[str], by_use: Mapping[str, Sequence[Claim]] | None = None
 ) -> dict[str, Claim]:
-    """Return the claim of each parameter, in the order of `paths`: names in a model, joined by
-    slashes.
+    """Return the claim of each parameter, in the order of `paths`: names in a model, joined by slashes.
 
     `by_use` has the claims by active signals. `"**"` alone claims all parameters without another
     claim. Faults are raised as one error: a parameter without a claim or with two, and a glob, or

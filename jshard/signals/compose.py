@@ -54,7 +54,7 @@ def _file(name: str, faults: Faults, about: str | None = None, asked: Location |
         says = "is a folder" if os.path.isdir(name) else "is inside a file"
         hint = "give the path of a YAML file"
     except ValueError:
-        says, hint = "holds a character that no path can", "give the path of a file"
+        says, hint = "has a character that is not allowed in a path", "give the path of a file"
     except OSError as error:
         says, hint = f"can't be read: {reason(error)}", "name a file that can be read"
     return faults.add(about or dotted([name]), asked or Location(name), says, hint)
@@ -106,7 +106,7 @@ class _Includes:
             return self.faults.add(about, place, f"names {quoted(asked)}, which no file can be called", "give a path")
         real = os.path.realpath(path)
         if real == self.reading[-1]:
-            return self.faults.add(about, place, f"includes {quoted(asked)}, the file it stands in", "remove it")
+            return self.faults.add(about, place, f"includes {quoted(asked)}, which is this file", "remove it")
         if real in self.reading:
             fault = f"includes {quoted(asked)}, which includes this file"
             return self.faults.add(about, place, fault, "remove one of the includes")

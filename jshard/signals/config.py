@@ -204,8 +204,7 @@ class Configuration(Shown):
         return bool(self._matcher.find(_components(path))[1])
 
     def lookup(self, path: tuple[str, ...]) -> Signal:
-        """Return the signal of nested names, outermost first: by the whole path, else by a shorter
-        suffix."""
+        """Return the signal of nested names, outermost first: by the whole path, else by a shorter suffix."""
         if path not in self._looked_up:
             self._looked_up[path] = self._find(path)
         return self._looked_up[path]
@@ -288,7 +287,7 @@ def load_configuration(
         raise JShardError(
             f"jshard.pipeline ({configuration.pipeline.place}) has no jshard.mesh, and the signals name no workers that could "
             "be its stages",
-            hint="write mesh: {stage: 4, tensor: 2} beside it, or lists of as many workers each, none in two of them",
+            hint="write mesh: {stage: 4, tensor: 2} beside it, or disjoint lists of workers of one length",
         )
     return configuration.by_stages
 

@@ -47,14 +47,14 @@ def signal_words(signal: Signal, backward: Signal) -> Iterator[str]:
     if signal.store_optimizer:
         yield f"optimizer state rests split over {' x '.join(signal.store_optimizer)}"
     if signal.backward is not None:
-        yield f'cotangents lie as "{signal.backward}" says'
+        yield f'cotangents laid out as "{signal.backward}"'
     for what, dtype in (("kept", "param"), ("computed", "compute"), ("summed over devices", "reduce")):
         if (name := getattr(signal.dtype, dtype)) is not None:
             yield f"{what} in {name}"
     if signal.remat:
-        words = {"full": "", "products": ", but for products", "chunk": " of each chunk of layers"}
-        kept = words.get(str(signal.remat), f", but for {', '.join(signal.remat)}")
-        yield f"activations computed anew in backward{kept}"
+        words = {"full": "", "products": ", except products", "chunk": " of each chunk of layers"}
+        kept = words.get(str(signal.remat), f", except {', '.join(signal.remat)}")
+        yield f"activations recomputed in backward{kept}"
     if signal.compile:
         elsewhere = (backward.shard and backward.shard.workers) != (signal.shard and signal.shard.workers)
         yield (

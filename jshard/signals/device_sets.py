@@ -19,9 +19,8 @@ _first: weakref.WeakKeyDictionary[Any, tuple[Mesh, Signal]] = weakref.WeakKeyDic
 
 
 def check_reach(x: object, mesh: Mesh, signal: Signal) -> None:
-    """Raise an error if `x` can't be moved to `mesh` under `signal`. `x` may be differentiated on
-    other devices, or the traced program may have arrays on other devices. JAX itself reports this
-    only when it compiles."""
+    """Raise an error if `x` can't be moved to `mesh` under `signal`. `x` may be differentiated on other devices,
+    or the traced program may have arrays on other devices. JAX itself reports this only when it compiles."""
     if not isinstance(x, Tracer) or not isinstance(mesh, Mesh):
         return
     value: Any = x.to_concrete_value()

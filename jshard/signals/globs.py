@@ -152,9 +152,8 @@ def _choices(glob: str) -> list[list[str]]:
 
 
 def _regex(spelling: str) -> str:
-    """Return the regular expression of a glob without alternatives, for paths with a slash at the
-    end. It never backtracks over a "*" or "**" after a match of the next piece, so that no glob
-    takes long."""
+    """Return the regular expression of a glob without alternatives, for paths with a slash at the end. It
+    never backtracks over a "*" or "**" after a match of the next piece, so that no glob takes long."""
     runs: list[list[str]] = [[]]
     for part in spelling.split("/"):
         if part == "**":

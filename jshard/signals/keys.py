@@ -28,10 +28,9 @@ def blamed(cause: Cause, mesh_axes: Sequence[str]) -> Cause:
 def _key(signal: Signal, cause: Cause, mesh_axes: Sequence[str]) -> str:
     """Return the key of a signal responsible for a collective.
 
-    Recomputation belongs to `remat`. Otherwise it is the key written by the layer; under `shard`,
-    only if the signal names the mesh axes for this key too. JAX inserts sums of gradients without a
-    key: the first key with a mesh axis is responsible. For a redistribution of x, `reduction` comes
-    first.
+    Recomputation belongs to `remat`. Otherwise it is the key written by the layer; under `shard`, only
+    if the signal names the mesh axes for this key too. JAX inserts sums of gradients without a key:
+    the first key with a mesh axis is responsible. For a redistribution of x, `reduction` comes first.
     """
     if cause.remat and signal.remat:
         return "remat"

@@ -77,7 +77,7 @@ def document(root: Node | None, source: str, faults: Faults) -> Node | None:
     if root is None or root.value is None or root.value == {}:
         if not faults:
             example = "write jshard: {mesh: {data: -1}} and a signal, as in layer1: {row: data}"
-            faults.add(source, Location(source), "says nothing", example)
+            faults.add(source, Location(source), "is empty", example)
     elif not isinstance(root.value, dict):
         hint = "write signals by name, as in layer1: {row: data}"
         faults.add((), root.place, f"is {shown(root.value)}, not a mapping of signals", hint)
@@ -121,7 +121,7 @@ def node_of(value: object, place: Location, faults: Faults) -> Node | None:
             return collection(inside, place, dict.fromkeys(inside, place))
         if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
             return collection([made(each, (*path, f"[{i}]")) for i, each in enumerate(value)], place, {})
-        fault = f"holds something of type {type(value).__name__}, which YAML could not say"
+        fault = f"has a value of type {type(value).__name__}, which YAML can't express"
         faults.add(path, place, fault, "write text, a number, true, false, a list or a mapping")
         return Node(None, place)
 

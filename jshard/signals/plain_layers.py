@@ -38,9 +38,8 @@ class Watch:
         self.begin = 0 if self.frame is None else len(self.frame.tracing_eqns)
 
     def warn(self, *, has_split: bool) -> None:
-        """Warn if layers ran and all of them were replicated. In a trace, types show layouts only
-        on explicit mesh axes. On automatic axes, `has_split` means the signal has split arrays
-        before, and there is no warning."""
+        """Warn if layers ran and all of them were replicated. In a trace, types show layouts only on explicit mesh
+        axes. On automatic axes, `has_split` means the signal has split arrays before, and there is no warning."""
         if self.frame is not None:
             if has_split and not is_explicit(mesh()):
                 return

@@ -41,9 +41,8 @@ class Written:
 
 
 def resolve(root: Node, source: str, faults: Faults) -> tuple[dict[str, Any], dict[str, Location], dict[str, Signal]]:
-    """Read and check a parsed configuration. Return the values under `jshard`, the places of its
-    keys ("jshard." included), and the signals. Faulty parts are left out; the caller raises the
-    faults."""
+    """Read and check a parsed configuration. Return the values under `jshard`, the places of its keys
+    ("jshard." included), and the signals. Faulty parts are left out; the caller raises the faults."""
     assert isinstance(root.value, dict)
     misspelt = _misspelt(root, faults)
     head, reading = _head(root.value.get("jshard") or misspelt, faults)
@@ -105,13 +104,13 @@ def _is_signal(name: str, node: Node, place: Location, faults: Faults) -> bool:
         hint = f"write {quoted('/'.join(filter(None, name.split('/'))) or 'layer1')}"
         faults.add((name,), place, "has a name with an empty part", hint)
     elif name in JSHARD and not keys & set(SIGNAL) and node.value != {}:
-        faults.add(about, place, "stands outside jshard", 'write it under "jshard:"')
+        faults.add(about, place, "is outside jshard", 'write it under "jshard:"')
     elif node.value != {} and not keys & SIGNAL.keys() and (ours := meant(name, JSHARD)):
-        faults.add(about, place, "stands outside jshard", f'write {" or ".join(ours)} under "jshard:"')
+        faults.add(about, place, "is outside jshard", f'write {" or ".join(ours)} under "jshard:"')
     elif not isinstance(node.value, dict) and (ours := [name] * (name in TRAIN) or meant(name, TRAIN)):
-        faults.add(about, place, "stands outside jshard", f"write {' or '.join(ours)} under jshard.train")
+        faults.add(about, place, "is outside jshard", f"write {' or '.join(ours)} under jshard.train")
     elif node.value is None:
-        faults.add((name,), place, "says nothing", "write {} after it to replicate, or keys such as row: data")
+        faults.add((name,), place, "has no value", "write {} after it to replicate, or keys such as row: data")
     else:
         return True
     return False
@@ -231,11 +230,11 @@ def _signal(written: Written, head: dict[str, Any], faults: Faults) -> Signal:
     _check_output(signal, written.broken, faults)
     _check_match(signal, "mesh" in head, faults)
     if set(signal.expert) & set(signal.row) and signal.row[-len(signal.expert) :] != signal.expert:
-        wrong = f"names mesh axis {quoted(signal.expert[0])} for expert, which stands not last"
+        wrong = f"names mesh axis {quoted(signal.expert[0])} for expert, which is not last"
         row = [*(name for name in signal.row if name not in signal.expert), *signal.expert]
         _add(faults, signal, "expert", f"{wrong} in row ({signal.at('row')})", f"write row: [{', '.join(row)}]")
     if signal.attention is not None and not signal.ring and "ring" not in written.broken:
-        wrong = f"has attention: {signal.attention} without ring, so no device lacks a place"
+        wrong = f"has attention: {signal.attention} without ring, so the sequence is not split"
         _add(faults, signal, "attention", wrong, "name a mesh axis for ring, or remove attention")
     return signal
 
@@ -263,12 +262,12 @@ def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, S
     staged = [signal for signal in signals.values() if signal.stage]
     asked, about, place = head.get("pipeline"), ("jshard", "pipeline"), reading.places.get("jshard.pipeline")
     if place is None:
-        none = "and there is no jshard.pipeline"
+        none = "but there is no jshard.pipeline"
         for signal in staged:
             hint = "write jshard: {pipeline: {axis: stage}, train: {microbatches: 8}}"
-            _add(faults, signal, "stage", f"says stage, {none}", hint)
+            _add(faults, signal, "stage", f"has stage, {none}", hint)
         for signal in (each for each in signals.values() if each.remat == "chunk"):
-            wrong = f"says remat: chunk, of layers on the stages of a pipeline, {none}"
+            wrong = f"has remat: chunk for layers on stages, {none}"
             _add(faults, signal, "remat", wrong, "write remat: full")
         return
     if asked is None or "jshard.pipeline" in reading.broken:
@@ -279,7 +278,7 @@ def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, S
         faults.add(about, place, "has no jshard.train.microbatches", "write train: {microbatches: 8} beside it")
     if not staged and ("mesh" in head or not any(signal.shard and signal.shard.workers for signal in signals.values())):
         hint = 'write layers: {stage: equal, match: ["blocks/**"]}, with the path of a jshard.stack'
-        faults.add(about, place, "has no layers: no signal says stage", hint)
+        faults.add(about, place, "has no layers: no signal has stage", hint)
     if head.get("axis_types") == "auto":
         fault = f"is beside axis_types: auto ({reading.places['jshard.axis_types']}), which leaves the program to XLA"
         faults.add(about, place, fault, "write axis_types: explicit")
@@ -287,7 +286,7 @@ def _check_pipeline(head: dict[str, Any], reading: Reading, signals: dict[str, S
         over = {key: signal.axes(key) for key in AXIS_KEYS if not key.startswith("store")}
         over["shard.mesh"] = signal.shard.mesh if signal.shard else ()
         for key in (key for key, names in over.items() if asked.get("axis") in names):
-            has = f"which has the stages of jshard.pipeline ({place})"
+            has = f"which is the axis of jshard.pipeline ({place})"
             wrong = f"names mesh axis {quoted(asked['axis'])} for {key}, {has}"
             _add(faults, signal, key, wrong, "use another mesh axis")
 
@@ -296,7 +295,7 @@ def _check_match(signal: Signal, has_mesh: bool, faults: Faults) -> None:
     """Note the faults of `match`: it needs a plain name, and a layout on the mesh of the model.
     GT's form has no mesh: lists of workers are its stages."""
     if signal.match and is_glob(signal.name):
-        wrong = "has match, but its name is a glob, which means no one place"
+        wrong = "has match, but its name is a glob, which means many places"
         _add(faults, signal, "match", wrong, "give it a name of its own")
     if signal.match and signal.shard is not None and signal.shard.workers and has_mesh:
         wrong = f"has match beside shard.workers ({signal.at('shard.workers')}), which are a mesh of their own"
@@ -307,7 +306,7 @@ def _shard(written: Written, values: dict[str, Any], faults: Faults) -> Shard:
     replicated = values.get("replicated", False)
     strategy = next((key for key in ("row", "column", "reduction") if written.values.get(key)), None)
     if strategy is not None:
-        wrong = f"has shard beside {strategy} ({written.at(strategy)}), which say in two ways how arrays are split"
+        wrong = f"has shard beside {strategy} ({written.at(strategy)}), and both split arrays"
         _add(faults, written, "shard", wrong, f"remove shard, or {strategy}")
     beside = next((key for key in ("workers", "replicated") if f"shard.{key}" in written.places), None)
     if "mesh" in values and beside is not None:
@@ -339,7 +338,7 @@ def _check_output(signal: Signal, broken: set[str], faults: Faults) -> None:
     """Note a fault if the strategy does not produce `output`. Keys in `broken` have a fault already."""
     key, what = ("column", "gathered") if signal.output == "gather" else ("reduction", "summed")
     if signal.output == "keep" and signal.reduction:
-        fault = f"with reduction ({signal.at('reduction')}), but partial sums can't be handed on"
+        fault = f"with reduction ({signal.at('reduction')}), but partial sums can't be returned"
         hint = "write output: sum or output: scatter"
     elif signal.output in ("gather", "sum", "scatter") and not signal.axes(key) and key not in broken:
         fault = f"without {key}, so nothing is {what}"

@@ -74,7 +74,7 @@ class Entry(contextlib.ContextDecorator):
     def __del__(self) -> None:
         if self.waits:
             name = "/".join(self.names)
-            text = f'signal "{name}" is named here and never entered; write `with jshard.signal("{name}"):`'
+            text = f'signal "{name}" is named but never entered; write `with jshard.signal("{name}"):`'
             warnings.warn(text, stacklevel=2)
 
     def _recreate_cm(self) -> Entry:
@@ -229,9 +229,8 @@ class SignalFunction:
         return entry
 
     def tensor(self, x: Any, name: str | None = None) -> jax.Array:
-        """Return `x` in the layout of signal `name`, or of the active signal. The layout is its
-        `shard`, or axis 0 over `row` and the last axis over `column`. Without a configuration,
-        return `x` unchanged."""
+        """Return `x` in the layout of signal `name`, or of the active signal. The layout is its `shard`, or
+        axis 0 over `row` and the last axis over `column`. Without a configuration, return `x` unchanged."""
         with contextlib.nullcontext() if name is None else Entry(*_words(name)):
             return _place(x)
 

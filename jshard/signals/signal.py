@@ -130,9 +130,8 @@ class Matcher:
         return (), []
 
     def below(self, path: Path) -> frozenset[Hashable]:
-        """Return the rests of the names matched in part by `path`, each with its signal. The first
-        components of such a name match the last components of `path`, and its rest may match names
-        inside."""
+        """Return the rests of the names matched in part by `path`, each with its signal. The first components
+        of such a name match the last components of `path`, and its rest may match names inside."""
         everything = [*self.exact.items(), *self.globs]
         rests = collections.Counter(  # counted: two globs that say the same still contend
             (taken, pattern[taken:], is_glob("/".join(pattern)), signal)

@@ -57,7 +57,7 @@ class _EventReader:
         if event.tag is not None:
             tag = quoted(event.tag.replace("tag:yaml.org,2002:", "!!"))
             hint = f'quote it: "{event.tag}"' if "match" in path else "remove it, and quote the value if it is text"
-            raise self.stop(place, f"has the tag {tag}, and tags are never obeyed here", hint)
+            raise self.stop(place, f"has the tag {tag}, but tags are not allowed", hint)
         self.grow(place, 1, len(path) + (not isinstance(event, yaml.ScalarEvent)))
         if isinstance(event, yaml.ScalarEvent):
             if "\0" in event.value:
@@ -77,9 +77,9 @@ class _EventReader:
             if anchor in self.anchors:
                 raise self.stop(place, f'has "*{anchor}" inside "&{anchor}" itself', "remove it")
             known = [f"*{name}" for name, named in self.anchors.items() if named is not None]
-            mend = f'write "&{anchor}" at what it should stand for'
+            mend = f'write "&{anchor}" before the value to repeat'
             hint = f'quote it: "*{anchor}"' if "match" in path else did_you_mean(f"*{anchor}", known, mend)
-            raise self.stop(place, f'has "*{anchor}", but no "&{anchor}" stands above it', hint)
+            raise self.stop(place, f'has "*{anchor}", but no "&{anchor}" is above it', hint)
         self.grow(place, node.size, len(path) + node.depth)
         return node
 
@@ -87,7 +87,7 @@ class _EventReader:
         self.count += size
         if self.count > MOST_VALUES:
             hint = "write fewer aliases or split it"
-            raise self.stop(place, f"makes more than {MOST_VALUES:,} values of the file", hint)
+            raise self.stop(place, f"expands to more than {MOST_VALUES:,} values", hint)
         if depth >= DEEPEST:
             raise self.stop(place, f"nests deeper than {DEEPEST} levels", "write it flatter")
 
@@ -106,7 +106,7 @@ class _EventReader:
             key = self.node((*path, None))
             if isinstance(ahead, yaml.ScalarEvent) and ahead.style is None and ahead.value == "<<":
                 hint = "write extends: with the name of a signal"
-                raise self.stop(key.place, 'has "<<", which merges nothing here', hint)
+                raise self.stop(key.place, 'has "<<", but nothing is merged here', hint)
             name = self.name(key)
             node = self.node((*path, name))
             if name is not None and name in value:
@@ -138,7 +138,7 @@ class _EventReader:
 def read_text(data: bytes, source: str, faults: Faults) -> Node | None:
     """Parse a YAML file to its mapping. Return None, after noting faults, if it is not a mapping."""
     if len(data) > MOST_BYTES:
-        faults.add(source, Location(source), f"has more bytes than the {MOST_BYTES:,} of a configuration", "split it")
+        faults.add(source, Location(source), f"has more than {MOST_BYTES:,} bytes", "split it")
         return None
     try:
         text = data.decode("utf-8")
@@ -183,7 +183,11 @@ _ESCAPE = ("has a backslash in double quotes that YAML does not know", "use sing
 _PROBLEMS = [
     ("character '\\t' that cannot start", "is indented by a tab", "indent by spaces"),
     ("cannot start any token", "starts a value with a character that means something else in YAML", "quote the value"),
-    ("mapping values are not allowed", 'has a second ":" where none can stand', "quote the text, or start a new line"),
+    (
+        "mapping values are not allowed",
+        'has a second ":", which is not allowed here',
+        "quote the text, or start a new line",
+    ),
     ("expected ',' or '}'", 'has a "{" that is not closed', 'write "}" at its end, and commas between'),
     ("or ']', but got '{'", _INSIDE[0] % "{", _INSIDE[1]),
     ("or ']', but got '?'", _INSIDE[0] % "?", _INSIDE[1]),
@@ -192,7 +196,7 @@ _PROBLEMS = [
     ("found unexpected end of stream", "opens a quote that is never closed", "close it"),
     ("expected alphabetic or numeric", *_STAR),
     ("did not find expected alphabetic", *_STAR),
-    ("<block end>, but found '<scalar>'", 'has more text behind a "}", "]" or quote', "quote the whole value"),
+    ("<block end>, but found '<scalar>'", 'has more text after a "}", "]" or quote', "quote the whole value"),
     ("expected <block end>", "is indented unlike the lines above it", "indent keys of one mapping alike"),
     ("sequence entries are not allowed", 'has a "- " where no list can start', "start the list on a line of its own"),
     ("mapping keys are not allowed", 'has a "? " where no key can start', "write it as key: value"),

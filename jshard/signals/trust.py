@@ -44,7 +44,11 @@ class Trust:
             if spec.origin is None or (spec.has_location and self._holds(spec.origin)):
                 continue  # a folder without __init__.py runs nothing
             where = f"lies in {shown_path(spec.origin)}" if spec.has_location else "is part of Python"
-            runs = "a copy in a run runs no file" if self.folder is None else f"no file outside of {self.folder} is run"
+            runs = (
+                "a copy in a run may run no file"
+                if self.folder is None
+                else f"no file outside of {self.folder} may run"
+            )
             raise Untrusted(f"{label} {name} {where}, and {runs}")
 
     def _holds(self, file: str) -> bool:

@@ -64,12 +64,12 @@ def test_processes_that_differ_are_all_told_which(notes):
 
 
 def test_a_process_that_says_nothing_is_named(notes):
-    sentence = "rank 1 has said nothing of its program within 0.3 s of rank 0; look at what rank 1 printed last"
+    sentence = "rank 1 has not reported its program within 0.3 s of rank 0; look at the last output of rank 1"
     assert notes({0: {"a": "1"}, 2: {"a": "1"}}, 3) == [sentence] * 2
 
 
 def test_rank_0_that_says_nothing_is_named(notes):
-    sentence = "rank 0 has said nothing of its program for 0.6 s; look at what rank 0 printed last"
+    sentence = "rank 0 has not reported its program for 0.6 s; look at the last output of rank 0"
     assert notes({1: {"a": "1"}}, 2) == [sentence]
 
 
@@ -102,7 +102,7 @@ def test_a_mesh_that_leaves_a_process_without_work_is_told(monkeypatch):
 def test_devices_that_can_not_be_shared_out_are_told_with_counts_that_divide_them(devices, processes, hint):
     with pytest.raises(JShardError) as told:
         pretend_part(devices, processes)
-    assert str(told.value) == f"{devices} devices can't be shared out evenly to {processes} processes; {hint}"
+    assert str(told.value) == f"{devices} devices can't be divided evenly among {processes} processes; {hint}"
 
 
 def test_a_mesh_that_can_not_be_shared_out_is_named(monkeypatch):
@@ -110,7 +110,7 @@ def test_a_mesh_that_can_not_be_shared_out_is_named(monkeypatch):
     with pytest.raises(JShardError) as told:
         member.join(Target("configs/xor.yaml", ()).configuration(), {})
     assert str(told.value) == (
-        "the 4 devices of jshard.mesh (configs/xor.yaml:5) can't be shared out evenly to 3 processes; start 2 or 4 of them: "
+        "the 4 devices of jshard.mesh (configs/xor.yaml:5) can't be divided evenly among 3 processes; start 2 or 4 of them: "
         "jshard launch -n 4"
     )
 

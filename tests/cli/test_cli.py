@@ -121,16 +121,16 @@ eight: {shard: {axis: 1, workers: [2, 3]}, backward: four, compile: true}
     _, out, _ = typed(capsys, "check", str(path))  # and a sentence about `expect`, which needs an experiment
     assert [line.split("  ", 1)[1] for line in out[1:]] == [
         "one: rows over data x tensor; y stays split; kept in float32; computed in bfloat16; summed over devices in "
-        "float32; activations computed anew in backward",
+        "float32; activations recomputed in backward",
         "two: columns over tensor; y is gathered by an all-gather; parameters and optimizer state rest split over "
-        'data; cotangents lie as "one" says; each layer compiled as one program, its backward as another',
+        'data; cotangents laid out as "one"; each layer compiled as one program, its backward as another',
         "three: reduction over tensor; y is summed and split by a reduce-scatter; activations between layers split by "
         "sequence over tensor; optimizer state rests split over data",
         "four: axis 1 of every array over workers 0, 1",
         "five: whole on all workers",
         "six: axis 0 of every array over mesh axis data; 1 all_reduce expected; at most 67108864 bytes on the wire",
         "seven: replicated; claims a/**, all other parameters",
-        'eight: axis 1 of every array over workers 2, 3; cotangents lie as "four" says; not compiled as one program, as '
+        'eight: axis 1 of every array over workers 2, 3; cotangents laid out as "four"; not compiled as one program, as '
         "the backward is on other workers",
     ]
 
@@ -297,17 +297,17 @@ def test_cli_explain_prints_json(capsys):
 SENTENCES = [
     (
         ["check", "configs/mlp.yaml", "layer1.expect.all_reduce=1"],
-        'signal "layer1" (the command line) expects what can only be read from a training step, and configs/mlp.yaml names '
+        'expect of signal "layer1" (the command line) needs a training step, and configs/mlp.yaml describes '
         "none; write model and data under jshard.train, or remove it",
     ),
     (
         ["check", "configs/mlp.yaml", "jshard.budget=1GiB"],
-        "jshard.budget (the command line) limits what can only be read from a training step, and configs/mlp.yaml names "
+        "jshard.budget (the command line) needs a training step, and configs/mlp.yaml describes "
         "none; write model and data under jshard.train, or remove it",
     ),
     (
         ["check", "configs/mlp.yaml", "--update"],
-        "the baseline configs/mlp.baseline holds what can only be read from a training step, and configs/mlp.yaml names "
+        "the baseline configs/mlp.baseline needs a training step, and configs/mlp.yaml describes "
         "none; write model and data under jshard.train, or remove it",
     ),
     (

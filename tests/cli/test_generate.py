@@ -92,8 +92,8 @@ def test_two_processes_say_it_once(trained):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "sentence"), [
-    ([], 'jshard generate needs a prompt to go on from; type: jshard generate {run} --prompt "Once"'),
-    (["--prompt", "a", "--stop", ""], '--stop "" is no text to end behind; leave it out'),
+    ([], 'jshard generate needs a prompt; type: jshard generate {run} --prompt "Once"'),
+    (["--prompt", "a", "--stop", ""], '--stop "" is empty; remove it'),
     (["--prompt", ""], "prompt 0 is empty; begin with a token at least"),
     (["--prompt", "a", "--from", "7"],
      '{run}/checkpoints holds no checkpoint "7"; use --from latest, previous or a step of 60'),

@@ -83,7 +83,7 @@ def test_file_without_an_experiment_is_one_sentence(capsys, command):
     sentence = "bare.yaml names no model to train; write model: examples.digits:Model under jshard.train"
     if command == "check":
         sentence = (
-            "jshard.budget (bare.yaml:1) limits what can only be read from a training step, and bare.yaml names none; write "
+            "jshard.budget (bare.yaml:1) needs a training step, and bare.yaml describes none; write "
             "model and data under jshard.train, or remove it"
         )
     assert said(capsys, command, "bare.yaml") == (2, "", sentence)

@@ -200,7 +200,7 @@ def test_disk_that_is_full_is_one_sentence(words, unbuffered):
             timeout=120,
         )
     assert (done.returncode, done.stderr) == (
-        2, f"what jshard {words[0]} prints can't be written: no space left on device; send it to another place\n",
+        2, f"the output of jshard {words[0]} can't be written: no space left on device; redirect it to another disk\n",
     )  # fmt: skip
 
 

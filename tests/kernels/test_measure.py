@@ -23,7 +23,7 @@ def test_bench_times_xla_only_where_kernels_could_but_be_interpreted(capsys, tmp
     table = tmp_path / "bench.csv"
     assert bench.bench(["4KiB", "8KiB"], devices=4, repeats=2, csv_file=str(table)) == 0
     out = capsys.readouterr().out
-    assert "pretend devices of a CPU: only XLA's own can be timed, and that says nothing of an accelerator" in out
+    assert "pretend devices of a CPU: only XLA's own are timed, and the times don't apply to an accelerator" in out
     with table.open() as file:
         read = list(csv.DictReader(file))
     assert [(row["op"], row["algorithm"], row["payload"]) for row in read] == [
@@ -62,7 +62,7 @@ def test_product_is_timed_by_xla_only_where_its_kernel_could_but_be_interpreted(
     assert bench.bench(sides=[8, 16], repeats=2, csv_file=str(table)) == 0
     out = capsys.readouterr().out
     assert f"cpu, jax {jax.__version__}; products of bfloat16; 2 calls of each in turn" in out
-    assert "pretend devices of a CPU: only XLA's own can be timed, and that says nothing of an accelerator" in out
+    assert "pretend devices of a CPU: only XLA's own are timed, and the times don't apply to an accelerator" in out
     with table.open() as file:
         read = list(csv.DictReader(file))
     assert [(row["op"], row["algorithm"], row["side"]) for row in read] == [
@@ -86,7 +86,7 @@ def test_bandwidth_counts_what_must_travel():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: bench.bench(sides=[0]), "a square matrix of 0 rows holds nothing to multiply; use --side 1024"),
+        (lambda: bench.bench(sides=[0]), "a matrix of 0 rows has nothing to multiply; use --side 1024"),
         (lambda: bench.bench(["4KB"]), '"4KB" is no size of an array; use bytes or a unit: 4096, 64KiB, 1MiB'),
     ],
 )

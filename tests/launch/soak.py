@@ -40,7 +40,7 @@ SENTENCES = {
     "kill": f"^rank {{rank}} was ended by SIGKILL in step {WAITED}",
     "kill rank 0": f"^rank 0 was ended by SIGKILL in step {WAITED}",
     "stop": "rank {rank} has not answered for ",
-    "term": "was sent SIGTERM, or heard of one, in step ",
+    "term": "received SIGTERM, or the notice of one, in step ",
     "raise": f"^rank {{rank}} ended with status 1 in step {WAITED}",
 }
 WITHIN = 240.0  # seconds that a restart may take, on a machine as slow as any

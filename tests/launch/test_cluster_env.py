@@ -198,6 +198,6 @@ def test_gpus_that_can_not_be_shared_out_are_told():
     with pytest.raises(JShardError) as told:
         cards_of(0, 3, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, strict=True)
     assert str(told.value) == (
-        "8 GPUs can't be shared out evenly to 3 processes; start a number of processes that divides them, or set "
+        "8 GPUs can't be divided evenly among 3 processes; start a number of processes that divides 8, or set "
         "JAX_PLATFORMS=cpu"
     )

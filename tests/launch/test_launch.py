@@ -185,7 +185,7 @@ def test_launch_goes_on_after_a_full_disk_from_the_checkpoint_before_and_ends_at
     last = [line for line in [last, *rest] if "saved step " in line][-1].split("saved step ")[1].partition(":")[0]
     assert len(err) == 6, err
     full, says, again, nan, end, no_more = err
-    assert no_more == "not started again: this fault would come again until someone mends it"
+    assert no_more == "not started again: the same fault would follow; mend it first"
     assert re.fullmatch(
         rf'\[1\] jshard.train.checkpoint \(the command line\) saves to "{tmp_path}/run/checkpoints", which can\'t take step \d+: '
         rf"file too large, and the last checkpoint is that of step \d+; make it writable, then type: jshard resume {tmp_path}/run --trust",
@@ -199,7 +199,7 @@ def test_launch_goes_on_after_a_full_disk_from_the_checkpoint_before_and_ends_at
         rf"jshard resume {tmp_path}/run --trust",
         nan,
     )
-    assert (status, end) == (2, f"all were stopped: rank {nan[1]} says why, above")
+    assert (status, end) == (2, f"all were stopped: the reason is above, by rank {nan[1]}")
 
 
 @pytest.mark.slow
@@ -220,8 +220,8 @@ def test_launch_does_not_start_again_on_a_disk_that_is_really_full(tmp_path):
     status, _, err = finished(started, timeout=240)
     assert (status, len(err)) == (2, 3), err
     assert re.search(r"can\'t (take step \d+|be written to): no space left on device[;,] .*make room", err[0]), err
-    assert re.fullmatch(r"all were stopped: rank \d says why, above", err[1])
-    assert err[2] == "not started again: this fault would come again until someone mends it"
+    assert re.fullmatch(r"all were stopped: the reason is above, by rank \d", err[1])
+    assert err[2] == "not started again: the same fault would follow; mend it first"
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -360,7 +360,7 @@ def test_processes_with_another_yaml_are_told_the_key():
         "[0] rank 1 has another configuration than rank 0: jshard.train.optimizer.learning_rate is 0.1, and 0.002 at rank 0; "
         "start all of them with the same YAML and the same key=value"
     )
-    assert (first, second, said) == (2, 2, [sentence, "all were stopped: rank 0 says why, above"])
+    assert (first, second, said) == (2, 2, [sentence, "all were stopped: the reason is above, by rank 0"])
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def test_lost_rank_that_said_why_is_told_in_its_words(service):
     service({"rank": 2, "host": "node2", "says": "the model is broken"}, beats(3, 3, 3))
     assert [str(each) for each in who_is_gone(MEMBER, 7, PLACE)] == [
         "2",
-        "rank 2 on node2 has failed: the model is broken; look at what it printed",
+        "rank 2 on node2 has failed: the model is broken; look at its output",
     ]
 
 

@@ -72,7 +72,7 @@ def test_roll_call_names_who_is_missing_after_the_stated_time():
     began = time.monotonic()
     said = call([member for member in local(4) if member.rank in (0, 1)], seconds=0.6)
     sentence = (
-        "ranks 2, 3 of 4 did not start within 0.6 s; start it with --process-id 2, look at what it printed, or wait longer "
+        "ranks 2, 3 of 4 did not start within 0.6 s; start it with --process-id 2, look at its output, or wait longer "
         "with JSHARD_START_TIMEOUT=600"
     )
     assert said == [sentence] * 2
@@ -82,7 +82,7 @@ def test_roll_call_names_who_is_missing_after_the_stated_time():
 def test_roll_call_without_rank_0_ends_after_the_stated_time():
     members = local(2)
     sentence = (
-        f"rank 0 did not answer rank 1 at {members[0].coordinator} within 0.5 s; start rank 0, look at what it printed, or "
+        f"rank 0 did not answer rank 1 at {members[0].coordinator} within 0.5 s; start rank 0, look at its output, or "
         "name another --coordinator"
     )
     assert call(members[1:], seconds=0.5) == [sentence]

@@ -137,7 +137,7 @@ def test_launch_starts_all_again_as_often_as_asked(launch):
     assert err[1::2] == ["starting all again: restart 1 of 3", "starting all again: restart 2 of 3"]
 
 
-NO_MORE = "not started again: this fault would come again until someone mends it"
+NO_MORE = "not started again: the same fault would follow; mend it first"
 
 
 def test_launch_does_not_repeat_a_mistake(launch):
@@ -162,7 +162,7 @@ except ValueError as error:
     why = f"[0] the run can't save: {os.strerror(getattr(errno, code)).lower()}; make room"
     assert err.count(why) == attempts
     if attempts == 1:
-        assert (status, err) == (2, [why, "all were stopped: rank 0 says why, above", NO_MORE])
+        assert (status, err) == (2, [why, "all were stopped: the reason is above, by rank 0", NO_MORE])
     else:
         assert (status, NO_MORE in err) == (1, False)
 
@@ -202,7 +202,7 @@ def test_launch_lets_all_save_when_one_is_preempted(launch):
     program = "time.sleep(0.2 if rank == 1 else 1.0); print('saved', rank); sys.exit(143)"
     status, out, err = finished(launch(program, "-n", "2"))
     assert (status, out) == (143, ["[0] saved 0", "[1] saved 1"])
-    assert err == ["all were stopped: rank 1 was sent SIGTERM, or heard of one, before its first step"]
+    assert err == ["all were stopped: rank 1 received SIGTERM, or the notice of one, before its first step"]
 
 
 def test_launch_draws_one_bar_on_a_terminal_and_ends_by_ctrl_c(tmp_path):
@@ -272,14 +272,14 @@ def test_launch_that_is_killed_takes_its_processes_along(launch, tmp_path):
             "jshard launch names no program; type: jshard launch -n 4 train configs/digits.yaml, or a script",
         ),
         (["-n", "0", "train", "x"], "jshard launch can't start 0 processes; type: jshard launch -n 4"),
-        (["-n", "2", "gone.py"], 'there is no file "gone.py" to launch; start from the folder that holds it'),
+        (["-n", "2", "gone.py"], 'there is no file "gone.py" to launch; start in the folder of the file'),
         (
             ["-n", "2", "trian", "x"],
-            '"trian" is neither a script nor a command that can be launched; type: jshard launch -n 4 train',
+            '"trian" is neither a script nor a command for jshard launch; type: jshard launch -n 4 train',
         ),
         (
             ["-n", "3", "python3.12", "x.py", "--name", "two words"],
-            "\"python3.12\" is what jshard launch runs each program by; type: jshard launch -n 3 x.py --name 'two words'",
+            "jshard launch adds \"python3.12\" by itself; type: jshard launch -n 3 x.py --name 'two words'",
         ),
         (
             ["--coordinator", "a:1", "train", "x"],

@@ -95,9 +95,9 @@ MISTAKES = {
     "gpipe --stages 8": "jshard schedule gpipe needs --microbatches; type: jshard schedule gpipe --stages 8 --microbatches 16",
     "gpipe --stages 0 --microbatches 2": "--stages is 0; write 1 or more",
     "gpipe --stages four": "jshard schedule: argument --stages: invalid int value: 'four'; type: jshard schedule --help",
-    "tables/mine.txt --microbatches 3": "tables/mine.txt has 2 microbatches, and not 3; leave --microbatches away, or write 2",
+    "tables/mine.txt --microbatches 3": "tables/mine.txt has 2 microbatches, and not 3; remove --microbatches, or write 2",
     "tables/mine.txt --times F=0": '--times "F=0" is no list of times above 0; write --times F=1,B=1.2,W=0.8',
-    "tables/mine.txt -o mine.png": "-o mine.png has no ending that is known; name a file in .svg, .txt",
+    "tables/mine.txt -o mine.png": "-o mine.png has an unknown ending; name a file with .svg or .txt",
     "tables/mine.txt -o no/mine.svg": "the schedule can't be written to no/mine.svg: no such file or directory; name another file by -o",
 }
 

@@ -209,13 +209,13 @@ FAULTS = {
     "F0 B0W0@2": '"B0W0@2" (mine.txt:1:4) is no tick; write F3, B3 or W3 for microbatch 3, F3.1 for its chunk 1, F4B3 for both, or . to wait',
     "F0 B0x": '"B0x" (mine.txt:1:4) is no tick; write F3, B3 or W3 for microbatch 3, F3.1 for its chunk 1, F4B3 for both, or . to wait',
     "F0F1 B0": '"F1" (mine.txt:1:3) is the second F in tick 0 of stage 0; put it in another tick',
-    "# mine\nF0 B0F1": '"F1" (mine.txt:2:6) stands behind a B, and a tick runs F, then B, then W; write it before the B',
+    "# mine\nF0 B0F1": '"F1" (mine.txt:2:6) follows a B, but a tick runs F, then B, then W; write it before the B',
     "F0 B0 F0": '"F0" (mine.txt:1:7) runs a second time on stage 0, after tick 0; remove one of them',
     "F0 .  B0\n.  F0": "stage 1 (mine.txt:2:6) has no B0, of 1 microbatch and 1 chunk; write it in tick 1 or later",
-    "F0 B0\n.  F0B0": '"B0" (mine.txt:1:4) runs in tick 1 of stage 0, and what it needs, B0 of stage 1, in tick 1; move it to tick 2 or later',
-    "F0 . B0\nF0 B0": '"F0" (mine.txt:2:1) runs in tick 0 of stage 1, and what it needs, F0 of stage 0, in tick 0; move it to tick 1 or later',
-    "F0B0 W0 F1 W1B1": '"B1" (mine.txt:1:14) stands behind a W, and a tick runs F, then B, then W; write it before the W',
-    "W0 F0B0": '"W0" (mine.txt:1:1) runs in tick 0 of stage 0, and what it needs, B0 of its own stage, in tick 1; move it to tick 1 or later',
+    "F0 B0\n.  F0B0": '"B0" (mine.txt:1:4) runs in tick 1 of stage 0, but needs B0 of stage 1, which runs in tick 1; move it to tick 2 or later',
+    "F0 . B0\nF0 B0": '"F0" (mine.txt:2:1) runs in tick 0 of stage 1, but needs F0 of stage 0, which runs in tick 0; move it to tick 1 or later',
+    "F0B0 W0 F1 W1B1": '"B1" (mine.txt:1:14) follows a W, but a tick runs F, then B, then W; write it before the W',
+    "W0 F0B0": '"W0" (mine.txt:1:1) runs in tick 0 of stage 0, but needs B0 of its own stage, which runs in tick 1; move it to tick 1 or later',
 }
 
 

@@ -321,7 +321,7 @@ def test_include_is_laid_under_a_signal_key_by_key_and_no_deeper(folder: Path):
     for name in ("data", "layer1"):  # the first is no data of an experiment
         assert configuration.signals[name] == Signal(name, remat="full", dtype=DTypes(compute="bfloat16"))
     assert configuration.signals["layer2"] == Signal("layer2")
-    with pytest.raises(JShardError, match=r'^signal "layer3" \(configs/here.yaml:5\) says nothing; '):
+    with pytest.raises(JShardError, match=r'^signal "layer3" \(configs/here.yaml:5\) has no value; '):
         loaded(text + "layer3:\n")
 
 
@@ -455,7 +455,7 @@ def test_lists_of_workers_are_stages_of_one_mesh_where_they_can_be():
             load_configuration({"jshard": {"train": {"microbatches": 2}, "pipeline": {"axis": "stage"}}, **said})
         assert str(told.value) == (
             "jshard.pipeline (<dict>) has no jshard.mesh, and the signals name no workers that could be its stages; write "
-            "mesh: {stage: 4, tensor: 2} beside it, or lists of as many workers each, none in two of them"
+            "mesh: {stage: 4, tensor: 2} beside it, or disjoint lists of workers of one length"
         )
 
 

@@ -66,11 +66,11 @@ IN_A_FILE = {
     ),
     "mesh at top": (
         "mesh: {data: 2}\n",
-        '"mesh" (FILE:1) stands outside jshard; write it under "jshard:"',
+        '"mesh" (FILE:1) is outside jshard; write it under "jshard:"',
     ),
     "train at top": (
         MESH + "train: {steps: 3}\n",
-        '"train" (FILE:3) stands outside jshard; write it under "jshard:"',
+        '"train" (FILE:3) is outside jshard; write it under "jshard:"',
     ),
     "what follows from a fault": (
         MESH + "layer1: {reduction: tensr, output: scatter}\n",
@@ -132,7 +132,7 @@ IN_A_FILE = {
     ),
     "remat of chunks of no pipeline": (
         MESH + "layer1: {remat: chunk}\n",
-        'signal "layer1" (FILE:3) says remat: chunk, of layers on the stages of a pipeline, and there is no jshard.pipeline; write '
+        'signal "layer1" (FILE:3) has remat: chunk for layers on stages, but there is no jshard.pipeline; write '
         "remat: full",
     ),
     "remat of nothing": (
@@ -295,12 +295,11 @@ IN_A_FILE = {
     "output keep": (
         MESH + "layer1:\n  reduction: tensor\n  output: keep\n",
         'signal "layer1" (FILE:5) has output: keep with reduction (FILE:4), but partial sums can\'t be '
-        "handed on; write output: sum or output: scatter",
+        "returned; write output: sum or output: scatter",
     ),
     "shard row": (
         MESH + "layer1: {shard: {axis: 0, workers: null}, row: data}\n",
-        'signal "layer1" (FILE:3) has shard beside row (FILE:3), which say in two ways how arrays are '
-        "split; remove shard, or row",
+        'signal "layer1" (FILE:3) has shard beside row (FILE:3), and both split arrays; remove shard, or row',
     ),
     "shard no axis": (
         MESH + "layer1: {shard: {workers: [0, 1]}}\n",
@@ -502,17 +501,17 @@ IN_A_FILE = {
         MESH + "layer1: {expert: tensor, column: tensor}\nlayer2: {expert: data, row: [data, tensor]}\n",
         'signal "layer1" (FILE:3) names mesh axis "tensor" for column and for expert (FILE:3), which would split w over it twice; '
         "use another mesh axis for one of them",
-        'signal "layer2" (FILE:4) names mesh axis "data" for expert, which stands not last in row (FILE:4); write row: [tensor, '
+        'signal "layer2" (FILE:4) names mesh axis "data" for expert, which is not last in row (FILE:4); write row: [tensor, '
         "data]",
     ),
     "expert before a later name": (
         MESH + "layer1: {expert: tensor, row: [tensor, data]}\n",
-        'signal "layer1" (FILE:3) names mesh axis "tensor" for expert, which stands not last in row (FILE:3); write row: [data, '
+        'signal "layer1" (FILE:3) names mesh axis "tensor" for expert, which is not last in row (FILE:3); write row: [data, '
         "tensor]",
     ),
     "stage": (
         MESH + "layer1: {stage: equal}\n",
-        'signal "layer1" (FILE:3) says stage, and there is no jshard.pipeline; write jshard: {pipeline: {axis: stage}, '
+        'signal "layer1" (FILE:3) has stage, but there is no jshard.pipeline; write jshard: {pipeline: {axis: stage}, '
         "train: {microbatches: 8}}",
     ),
     "ring": (
@@ -522,7 +521,7 @@ IN_A_FILE = {
         "another mesh axis for one of them",
         'signal "layer2" (FILE:4) names mesh axis "rign", which is not in jshard.mesh (FILE:2: data, tensor); write data or tensor',
         'signal "layer3" (FILE:5) has attention: "ulises", which is not ring or ulysses; did you mean "ulysses"?',
-        'signal "layer4" (FILE:6) has attention: ulysses without ring, so no device lacks a place; name a mesh axis for ring, or '
+        'signal "layer4" (FILE:6) has attention: ulysses without ring, so the sequence is not split; name a mesh axis for ring, or '
         "remove attention",
     ),
     "kernel": (
@@ -559,7 +558,7 @@ IN_A_FILE = {
     ),
     "match with an unquoted exception": (
         MESH + "layer1:\n  match:\n    - value/**\n    - !value/output/**\n",
-        'FILE:6 has the tag "!value/output/**", and tags are never obeyed here; quote it: "!value/output/**"',
+        'FILE:6 has the tag "!value/output/**", but tags are not allowed; quote it: "!value/output/**"',
     ),
     "match with a brace behind alternatives": (
         MESH + "layer1: {match: '{a,b}/q}'}\n",
@@ -579,7 +578,7 @@ IN_A_FILE = {
     ),
     "match under a glob": (
         MESH + "block*/attn: {match: '**'}\n",
-        'signal "block*/attn" (FILE:3) has match, but its name is a glob, which means no one place; give it a name of its own',
+        'signal "block*/attn" (FILE:3) has match, but its name is a glob, which means many places; give it a name of its own',
     ),
     "match beside workers": (
         MESH + "layer1: {match: '**', shard: {axis: 0, workers: [0, 1]}}\n",
@@ -592,7 +591,7 @@ IN_A_FILE = {
     ),
     "match with an unquoted name behind a star": (
         MESH + "layer1: {match: [*_proj]}\n",
-        'FILE:3 has "*_proj", but no "&_proj" stands above it; quote it: "*_proj"',
+        'FILE:3 has "*_proj", but no "&_proj" is above it; quote it: "*_proj"',
     ),
     "match with unquoted braces": (
         MESH + "layer1: {match: [layers/{q,k}_proj]}\n",
@@ -604,7 +603,7 @@ IN_A_FILE = {
     ),
     "match with unquoted braces first": (
         MESH + "layer1:\n  match:\n    - {q,k}_proj/**\n",
-        'FILE:5 has more text behind a "}", "]" or quote; quote the whole value',
+        'FILE:5 has more text after a "}", "]" or quote; quote the whole value',
     ),
     "jshard kernel": (
         MESH + "  kernel: {matmull: pallas}\n",
@@ -636,26 +635,26 @@ IN_A_FILE = {
         MESH + "  pipeline: {}\n",
         "jshard.pipeline (FILE:3) has no axis; write axis: stage",
         "jshard.pipeline (FILE:3) has no jshard.train.microbatches; write train: {microbatches: 8} beside it",
-        "jshard.pipeline (FILE:3) has no layers: no signal says stage; write layers: {stage: equal, match: "
+        "jshard.pipeline (FILE:3) has no layers: no signal has stage; write layers: {stage: equal, match: "
         '["blocks/**"]}, with the path of a jshard.stack',
     ),
     "pipeline without layers, beside workers and a mesh": (
         MESH + "  pipeline: {axis: data}\n  train: {microbatches: 2}\na: {shard: {axis: 0, workers: [0, 1]}}\n",
-        "jshard.pipeline (FILE:3) has no layers: no signal says stage; write layers: {stage: equal, match: "
+        "jshard.pipeline (FILE:3) has no layers: no signal has stage; write layers: {stage: equal, match: "
         '["blocks/**"]}, with the path of a jshard.stack',
     ),
     "pipeline without layers, beside no workers": (
         "jshard: {train: {microbatches: 2}, pipeline: {axis: stage}}\na: {shard: {axis: 0}}\n",
-        "jshard.pipeline (FILE:1) has no layers: no signal says stage; write layers: {stage: equal, match: "
+        "jshard.pipeline (FILE:1) has no layers: no signal has stage; write layers: {stage: equal, match: "
         '["blocks/**"]}, with the path of a jshard.stack',
     ),
     "pipeline beside": (
         MESH + "  axis_types: auto\n  train: {microbatches: 2}\n  pipeline: {axis: data}\n"
         "a: {stage: equal, row: data}\nb: {shard: {axis: 0, mesh: data}}\n",
         "jshard.pipeline (FILE:5) is beside axis_types: auto (FILE:3), which leaves the program to XLA; write axis_types: explicit",
-        'signal "a" (FILE:6) names mesh axis "data" for row, which has the stages of jshard.pipeline (FILE:5); use another mesh '
+        'signal "a" (FILE:6) names mesh axis "data" for row, which is the axis of jshard.pipeline (FILE:5); use another mesh '
         "axis",
-        'signal "b" (FILE:7) names mesh axis "data" for shard.mesh, which has the stages of jshard.pipeline (FILE:5); use another '
+        'signal "b" (FILE:7) names mesh axis "data" for shard.mesh, which is the axis of jshard.pipeline (FILE:5); use another '
         "mesh axis",
     ),
     "topology": (
@@ -769,11 +768,11 @@ IN_A_FILE = {
     ),
     "empty": (
         "",
-        "FILE says nothing; write jshard: {mesh: {data: -1}} and a signal, as in layer1: {row: data}",
+        "FILE is empty; write jshard: {mesh: {data: -1}} and a signal, as in layer1: {row: data}",
     ),
     "signal null": (
         MESH + "layer1:\n",
-        'signal "layer1" (FILE:3) says nothing; write {} after it to replicate, or keys such as row: data',
+        'signal "layer1" (FILE:3) has no value; write {} after it to replicate, or keys such as row: data',
     ),
     "signal text": (
         MESH + "layer1: data\n",
@@ -829,7 +828,7 @@ IN_A_FILE = {
     ),
     "two colons": (
         "jshard: mesh: {data: 2}\n",
-        'FILE:1 has a second ":" where none can stand; quote the text, or start a new line',
+        'FILE:1 has a second ":", which is not allowed here; quote the text, or start a new line',
     ),
     "bad indent": (
         "layer1:\n    row: data\n  column: tensor\n",
@@ -877,17 +876,17 @@ IN_A_FILE = {
     ),
     "python tag": (
         MESH + "layer1: !!python/object/apply:os.system ['echo hacked']\n",
-        'FILE:3 has the tag "!!python/object/apply:os.system", and tags are never obeyed here; remove '
+        'FILE:3 has the tag "!!python/object/apply:os.system", but tags are not allowed; remove '
         "it, and quote the value if it is text",
     ),
     "python name tag": (
         MESH + "layer1: {row: !!python/name:os.system ''}\n",
-        'FILE:3 has the tag "!!python/name:os.system", and tags are never obeyed here; remove it, and '
+        'FILE:3 has the tag "!!python/name:os.system", but tags are not allowed; remove it, and '
         "quote the value if it is text",
     ),
     "own tag": (
         MESH + "layer1: {row: !axis data}\n",
-        'FILE:3 has the tag "!axis", and tags are never obeyed here; remove it, and quote the value if it is text',
+        'FILE:3 has the tag "!axis", but tags are not allowed; remove it, and quote the value if it is text',
     ),
     "unknown tag handle": (
         MESH + "layer1: {row: !e!axis data}\n",
@@ -895,7 +894,7 @@ IN_A_FILE = {
     ),
     "undefined alias": (
         MESH + "base: &base {row: data}\nlayer1: *bsae\n",
-        'FILE:4 has "*bsae", but no "&bsae" stands above it; did you mean "*base"?',
+        'FILE:4 has "*bsae", but no "&bsae" is above it; did you mean "*base"?',
     ),
     "recursive alias": (
         MESH + "layer1: &a {shard: *a}\n",
@@ -907,7 +906,7 @@ IN_A_FILE = {
     ),
     "merge": (
         MESH + "_b: &b {row: data}\nlayer1: {<<: *b}\n",
-        'FILE:4 has "<<", which merges nothing here; write extends: with the name of a signal',
+        'FILE:4 has "<<", but nothing is merged here; write extends: with the name of a signal',
     ),
     "two documents": (
         MESH + "---\nlayer1: {}\n",
@@ -998,7 +997,7 @@ def test_misuse_is_of_forty_kinds_at_least():
         (b"\nlayer1: \xff\n", "configs/mlp.yaml:2 is not UTF-8 text; save the file as UTF-8"),
         (b"\n\n\0", "configs/mlp.yaml:3 has the character U+0000, which YAML does not allow; remove it"),
         (b"layer1: {}\n\0", "configs/mlp.yaml:2 has the character U+0000, which YAML does not allow; remove it"),
-        *((data, f"configs/mlp.yaml says nothing; {AN_EXAMPLE}") for data in (b"", b"# to come\n", b"~\n", b"{}\n")),
+        *((data, f"configs/mlp.yaml is empty; {AN_EXAMPLE}") for data in (b"", b"# to come\n", b"~\n", b"{}\n")),
         (b"#" * 1_000_001, "configs/mlp.yaml has more bytes than the 1,000,000 of a configuration; split it"),
     ],
     ids=["latin-1", "utf-16", "line", "nul above", "nul", "empty", "comment", "null", "no signal", "huge"],
@@ -1015,7 +1014,7 @@ def test_misuse_of_a_path_is_told(folder: Path):
     assert faults_of("cfg/mlp.yaml") == ['cfg/mlp.yaml is not there; is the folder "cfg" spelled right?']
     assert faults_of("configs") == ["configs is a folder; give the path of a YAML file"]
     assert faults_of("configs/mlp.yaml/x") == ["configs/mlp.yaml/x is inside a file; give the path of a YAML file"]
-    assert faults_of("a\0b") == ["a\\x00b holds a character that no path can; give the path of a file"]
+    assert faults_of("a\0b") == ["a\\x00b has a character that is not allowed in a path; give the path of a file"]
     assert faults_of("x" * 5000)[0].endswith("can't be read: file name too long; name a file that can be read")
     assert faults_of(3) == [
         'jshard.load is given something of type int; give it a path or a mapping, as in "configs/mlp.yaml"'
@@ -1074,10 +1073,10 @@ def test_misuse_in_a_mapping_is_told_without_lines():
         'signal "layer1" (<dict>) has something of type bytes for a key, which is not a name; use a str',
     ]
     assert faults_of({"jshard": {"train": {"model": object}}})[0] == (
-        "jshard.train.model (<dict>) holds something of type type, which YAML could not say; "
+        "jshard.train.model (<dict>) has a value of type type, which YAML can't express; "
         "write text, a number, true, false, a list or a mapping"
     )
-    assert faults_of({}) == [f"<dict> says nothing; {AN_EXAMPLE}"]
+    assert faults_of({}) == [f"<dict> is empty; {AN_EXAMPLE}"]
     endless: dict = {}
     endless["layer1"] = endless
     assert faults_of(endless) == ["<dict> nests deeper than 50 levels; make it flatter"]
@@ -1238,7 +1237,7 @@ def test_misuse_of_include_is_told(folder: Path):
         "remove one of the includes"
     ]
     assert faults_of("configs/self.yaml") == [
-        'jshard.include (configs/self.yaml:2) includes "self.yaml", the file it stands in; remove it'
+        'jshard.include (configs/self.yaml:2) includes "self.yaml", which is this file; remove it'
     ]
     assert faults_of("configs/dir.yaml") == [
         'jshard.include (configs/dir.yaml:2) names "configs", which is a folder; give the path of a YAML file'

@@ -215,7 +215,7 @@ def test_function_has_a_baseline_of_its_own_and_holds_promises(capsys):
 def test_function_without_an_optimizer_has_no_budget_to_hold(capsys):
     status, out, _ = typed(capsys, "check", "mine:loss", "jshard.budget=1KiB", "--config", "mlp.yaml", *ARGS)
     assert (status, out.splitlines()[-1]) == (
-        0, "the budget is not held: with no optimizer among the arguments, nothing is known to be at rest",
+        0, "the budget is not checked: without an optimizer among the arguments, memory at rest is unknown",
     )  # fmt: skip
     words = ["mine:step", "jshard.budget=1KiB", "--config", "mlp.yaml", "--args", "mine:trained", "mine:batch"]
     status, _, err = typed(capsys, "check", *words)
@@ -253,14 +253,14 @@ MIXED = [
         "jshard diff compares two of a kind, and mine:loss is a function, rows.yaml a configuration; type: jshard diff "
         "mine:loss --config rows.yaml --config configs/other.yaml",
     ),
-    (["mlp.yaml", "rows.yaml", "--args", "float32[8]"], "--args is for a function, and mlp.yaml is a configuration; leave --args away"),
+    (["mlp.yaml", "rows.yaml", "--args", "float32[8]"], "--args is for a function, and mlp.yaml is a configuration; remove --args"),
     (
         ["mine:loss", *["--config", "mlp.yaml"] * 3],
         "--config is given 3 times; give it once, or once for each side",
     ),
     (
         ["mine:loss", "mine:other_loss", *ARGS],
-        'no configuration says how "mine:loss" lies on a mesh; add --config configs/mlp.yaml, or set JSHARD_CONFIG',
+        'the function "mine:loss" has no configuration; add --config configs/mlp.yaml, or set JSHARD_CONFIG',
     ),
     (
         ["git:HEAD:mine:loss", "mlp.yaml"],
@@ -378,7 +378,7 @@ def test_module_that_fails_when_it_is_imported_is_one_sentence(capsys):
 
 def test_function_without_a_configuration_is_one_sentence(capsys):
     assert typed(capsys, "explain", "mine:loss", *ARGS) == (
-        2, "", 'no configuration says how "mine:loss" lies on a mesh; add --config configs/mlp.yaml, or set JSHARD_CONFIG',
+        2, "", 'the function "mine:loss" has no configuration; add --config configs/mlp.yaml, or set JSHARD_CONFIG',
     )  # fmt: skip
 
 
@@ -387,6 +387,6 @@ def test_configuration_takes_no_words_of_a_function(capsys, option, word):
     assert typed(capsys, "explain", "mlp.yaml", option, word) == (
         2,
         "",
-        f"{option} is for a function, and mlp.yaml is a configuration; leave {option} away, or type: jshard explain "
+        f"{option} is for a function, and mlp.yaml is a configuration; remove {option}, or type: jshard explain "
         "module:function --config mlp.yaml",
     )

@@ -1,1 +1,1 @@
-"""What every page of jshard's is made of: its shell and style, how it says numbers, layouts and places. No JAX."""
+"""The common parts of jshard's pages: shell and style, and words for numbers, layouts and places. No JAX."""

@@ -1,5 +1,5 @@
-"""What every page of jshard's is made of: one HTML file, one style and one script, each known by its hash, no network, no
-inline handlers; a bar, sections, tiles."""
+"""The shell of jshard's pages: a single HTML file with a bar, sections and tiles. Its one style and
+one script are allowed by their hashes; it has no network access and no inline handlers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jshard.printing.markup import Child, Markup, element
 from jshard.version import __version__
 
 HERE = Path(__file__).parent
-Figure = tuple[str, Child, Child]  # a name, the figure, and what it is of
+Figure = tuple[str, Child, Child]  # name, figure, description
 
 
 def document(
@@ -30,8 +30,8 @@ def document(
     styles: Iterable[Path] = (),
     scripts: Iterable[Path] = (),
 ) -> str:
-    """The whole page of a command. `skip` and `links` are words and where they lead; the last sentence of the `footer` follows
-    the version. Styles and scripts come behind those that all pages have; `more` is for the scripts."""
+    """Return the whole page of a command. `skip` and `links` are words with their targets. The last sentence of
+    `footer` follows the version. Styles and scripts follow those of all pages; `more` is markup for the scripts."""
     style = _joined([HERE / "style.css", *styles])
     script = _joined([HERE / "theme.js", *scripts])
     policy = (
@@ -71,7 +71,7 @@ def document(
 
 
 def framed(page: str) -> Markup:
-    """A whole page as a part of a notebook, apart from the notebook's own scripts and styles."""
+    """Return a page as a part of a notebook, apart from the notebook's scripts and styles."""
     style = "width: 100%; height: 80vh; border: 0"
     return element("iframe", srcdoc=page, sandbox="allow-scripts", style=style)
 
@@ -91,7 +91,7 @@ def _hash(text: str) -> str:
 
 
 def _bar(links: Iterable[tuple[str, str]]) -> Markup:
-    """The bar at the top: where one can go on the page, and the choice of light or dark."""
+    """Return the bar at the top: links to the sections, and the choice of light or dark."""
     return element(
         "header",
         element("span", "jshard", class_="brand"),
@@ -115,7 +115,7 @@ def section(identity: str, title: str, says: str | None, *content: Markup | None
 
 
 def stack(parts: Iterable[tuple[str, float]], total: float, *, track: bool = False) -> Markup:
-    """Draw lengths end to end from zero, as parts of `total` = 1000: the class of each, its length."""
+    """Draw lengths end to end from zero, scaled to `total` = 1000: a class and a length each."""
     x, drawn = 0.0, [element("rect", width=1000, height=16, class_="track")] if track else []
     for class_, length in parts:
         width = 1000 * length / total if total else 0.0
@@ -127,7 +127,7 @@ def stack(parts: Iterable[tuple[str, float]], total: float, *, track: bool = Fal
 
 
 def legend(entries: Iterable[tuple[str, Child, Child]]) -> Markup:
-    """What each colour stands for: its class, its name, a number."""
+    """Return the legend of colours: class, name and number of each."""
     return element(
         "ul",
         [
@@ -145,7 +145,7 @@ def table(
     *,
     numbers: Collection[int],
 ) -> Markup:
-    """Make a table that scrolls sideways in a narrow window, its columns `numbers` to the right."""
+    """Return a table with a scrollbar for narrow windows, and its columns `numbers` to the right."""
 
     def row(words: Iterable[Child], heads: int, scope: str) -> Markup:
         cells = []

@@ -1,4 +1,4 @@
-"""How a page says numbers, layouts and places."""
+"""Numbers, layouts and places in the words of a page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_SIGNAL = "no signal"
 
 
 def amount(count: int) -> str:
-    """`19,240`, `16.6 million`, `7.24 billion`."""
+    """Return `19,240`, `16.6 million`, `7.24 billion`."""
     if count < 1_000_000:
         return f"{count:,}"
     names = ("million", "billion", "trillion")
@@ -22,12 +22,12 @@ def amount(count: int) -> str:
 
 
 def measured(count: int, *, name: str | None = None) -> Markup:
-    """A number of bytes, in words, with the exact number for whoever asks."""
+    """Return a number of bytes in words, with the exact number as title."""
     return element("data", size(count), value=count, title=f"{count:,} bytes", data_total=name)
 
 
 def svg(width: float, height: float, *children: Child, **attributes: object) -> Markup:
-    """A picture beside its words: nothing that a screen reader should tell."""
+    """Return a picture hidden from screen readers, since words beside it say the same."""
     box = {"viewBox": f"0 0 {width:.5g} {height:.5g}", "width": width, "height": height}
     return element("svg", children, **box, aria_hidden="true", **attributes)
 
@@ -37,7 +37,7 @@ def times(count: int, noun: str) -> str:
 
 
 def breakable(text: str, class_: str = "name") -> Markup:
-    """A name, which a narrow window breaks behind a / . : or _ and not inside a word."""
+    """Return a name with line breaks allowed after a / . : or _, and not inside words."""
     return element(
         "span", [[part, element("wbr")] for part in re.findall(r"[^/.:_]*[/.:_]|[^/.:_]+$", text)], class_=class_
     )
@@ -48,30 +48,30 @@ def signal_name(signal: str) -> Markup:
 
 
 class Colours:
-    """One colour for each mesh axis, the same all over the page."""
+    """The colour of each mesh axis, the same all over a page."""
 
     def __init__(self, mesh_axes: tuple[str, ...]):
         self.mesh_axes = mesh_axes
 
     def of(self, mesh_axis: str) -> str:
-        """The class that carries the colour: `ax0`; `ax-none` for an axis that this mesh does not have."""
+        """Return the class of the colour: `ax0`, or `ax-none` for an axis outside this mesh."""
         return f"ax{self.mesh_axes.index(mesh_axis) % PALETTE}" if mesh_axis in self.mesh_axes else "ax-none"
 
     def chip(self, mesh_axis: str, group: int | None = None) -> Markup:
-        """The name of a mesh axis in its colour, with how many devices stand along it."""
+        """Return the name of a mesh axis in its colour, with the number of devices along it."""
         count = None if group is None else element("span", f"{group:,}", class_="ways")
         return element("span", mesh_axis, count, class_=f"chip {self.of(mesh_axis)}")
 
 
 def anchor(place: Location | None, sources: tuple[str, ...]) -> str | None:
-    """Where on the page a line of the configuration stands."""
+    """Return the anchor on the page of a line of the configuration."""
     if place is None or place.line is None or place.source not in sources:
         return None
     return f"y{sources.index(place.source)}-{place.line}"
 
 
 def linked(place: Location | None, sources: tuple[str, ...]) -> Markup:
-    """A place of the configuration: the line's number behind the last part of its path."""
+    """Return a place of the configuration as a link: the last part of its path, and the line."""
     if place is None:
         return element("span", "–", class_="place", title="no line of the configuration")
     target = anchor(place, sources)

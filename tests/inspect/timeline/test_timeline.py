@@ -368,7 +368,7 @@ def test_timeline_mistakes_are_one_sentence_each(tmp_path, capsys):
         (tmp_path / "half",): f"{tmp_path}/half/rank0/trace.json is cut off; capture it again by jshard trace",
         (tmp_path / "later",): f"{tmp_path}/later/rank0/trace.json has the schema jshard.trace/9, but this jshard reads jshard.trace/2; capture it again by jshard trace",
         (run, "-o", empty): f"the timeline can't be written to {empty}: is a directory; name another file by -o timeline.html",
-        (run, "steps=3"): f"jshard timeline draws what was captured, and takes no steps=3; type: jshard trace and the configuration, then jshard timeline {run}",
+        (run, "steps=3"): f"jshard timeline draws a finished capture, and can't change steps=3; type: jshard trace and the configuration, then jshard timeline {run}",
     }  # fmt: skip
     for words, sentence in told.items():
         assert typed(capsys, *words) == (2, sentence)

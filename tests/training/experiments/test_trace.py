@@ -295,8 +295,8 @@ def test_trace_of_a_run_clears_only_what_was_captured_before(tmp_path, capsys):
 
 
 def test_trace_mistakes_are_one_sentence_each(tmp_path, capsys):
-    there = f"leave it away, or type: jshard trace {tmp_path}/configuration.yaml"
-    goes_on = f"is for a run that jshard trace starts, and {tmp_path} is the folder of one that goes on"
+    there = f"remove it, or type: jshard trace {tmp_path}/configuration.yaml"
+    goes_on = f"is for an experiment that jshard trace starts, and {tmp_path} is the folder of a run"
     told = {
         (): "jshard trace needs a configuration or the folder of a run; type: jshard trace configs/digits.yaml",
         ("configs/xor.yaml", "--steps", "0"): "jshard trace can't capture 0 steps; type: --steps 3",
