@@ -129,7 +129,7 @@ CASES = {
     ),
     "an array under no signal": (
         "jshard.signal.tensor(X)",
-        'jshard.signal.tensor(x) stands under no signal of <dict>; write `with jshard.signal("up"):` around it',
+        'jshard.signal.tensor(x) is under no signal of <dict>; write `with jshard.signal("up"):` around it',
     ),
     "nothing under a signal": (
         "jshard.signal.tensor(None, 'inputs')",

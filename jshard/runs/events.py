@@ -28,7 +28,7 @@ WORDS: dict[str, tuple[str | None, Callable[[Fields], str]]] = {
     "moved": (COLLECTIVES, lambda fields: _moved(fields)),
     "compiled": (INFO, "{program} is compiled: its first call took {seconds:.1f} s".format_map),
     "compiles_again": (INFO, "{program} compiles again, for arguments {shapes}".format_map),
-    "resumed": (INFO, "goes on behind step {step}, from {folder}".format_map),
+    "resumed": (INFO, "continues after step {step}, from {folder}".format_map),
     "step": (None, "step {step}".format_map),
     "waits": (None, "waits for step {step} for {seconds:.0f} s".format_map),
     "evaluated": (INFO, lambda fields: f"step {fields['step']}: {_figures(fields)}"),
@@ -39,7 +39,7 @@ WORDS: dict[str, tuple[str | None, Callable[[Fields], str]]] = {
         "read {read:,} of the {of:,} B of {file} into {parameters} parameters in {seconds:.1f} s".format_map,
     ),
     "weights_written": (INFO, "wrote {parameters} parameters, {of:,} B, to {file} in {seconds:.1f} s".format_map),
-    "ended": (INFO, "ended behind step {step}: {how}".format_map),
+    "ended": (INFO, "ended after step {step}: {how}".format_map),
 }
 
 

@@ -96,7 +96,7 @@ class Across(int):
 
 BETWEEN_SLICES = Keys(
     {
-        "size": Key(integer("2"), "How many slices, or groups of them."),
+        "size": Key(integer("2"), "The number of slices, or of groups of slices."),
         "over": Key(choice(("dcn",)), "The data-center network, which joins slices."),
     },
     required="over",

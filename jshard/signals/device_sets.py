@@ -63,7 +63,7 @@ def apart(signal: Signal, mesh: Mesh, other: Signal | str, there: Any) -> JShard
     present = configuration()
     can = present is not None and present.by_stages is not None
     return JShardError(
-        f"{signal} lies on {devices_in_words(mesh)} and {other} on {devices_in_words(there)}, and one program or gradient "
+        f"{signal} is on {devices_in_words(mesh)} and {other} on {devices_in_words(there)}, but one program or gradient "
         "can't span both",
         hint="call jshard.shard(model), which makes their workers stages of one mesh, or name the same workers for both"
         if can

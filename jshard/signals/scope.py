@@ -85,8 +85,8 @@ class Entry(contextlib.ContextDecorator):
         if self._exits is not None:
             name = "/".join(self.names)
             raise JShardError(
-                f'signal "{name}" is entered a second time through one object',
-                hint=f'write `with jshard.signal("{name}"):` anew',
+                f'signal "{name}" is entered twice through one object',
+                hint=f'write `with jshard.signal("{name}"):` again',
             )
         path = (*_here().path, *self.names)
         present = configuration()
@@ -265,7 +265,7 @@ def signal_here(call: str) -> Signal:
     if signal is None:
         name = next(iter(present.signals), "inputs")
         raise JShardError(
-            f"{call} stands under no signal of {present.source}",
+            f"{call} is under no signal of {present.source}",
             hint=f'write `with jshard.signal("{name}"):` around it',
         )
     present.placed.add(active_path())
@@ -279,7 +279,7 @@ def _place(x: jax.Array) -> jax.Array:
     signal = signal_here("jshard.signal.tensor(x)")
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise JShardError(
-            f"{signal} is to place an array inside a shard_map, where x is one device's part already",
+            f"{signal} can't place an array inside a shard_map, where x is one device's part already",
             hint="place it before: jshard.signal.tensor(x) outside the shard_map",
         )
     label = str(signal)
@@ -295,7 +295,7 @@ def _place(x: jax.Array) -> jax.Array:
         check_reach(cotangent, back.mesh, other)
         if origin is not None and not is_explicit(back.mesh):
             raise JShardError(
-                f"{other} can't have the cotangent of an array on an explicit mesh, which lies on that mesh too",
+                f"{other} can't have the cotangent of an array on an explicit mesh, which stays on that mesh",
                 hint=f'give signal "{other.name}" mesh axes instead of workers',
             )
         with scope(key="backward"):

@@ -183,11 +183,7 @@ _ESCAPE = ("has a backslash in double quotes that YAML does not know", "use sing
 _PROBLEMS = [
     ("character '\\t' that cannot start", "is indented by a tab", "indent by spaces"),
     ("cannot start any token", "starts a value with a character that means something else in YAML", "quote the value"),
-    (
-        "mapping values are not allowed",
-        'has a second ":", which is not allowed here',
-        "quote the text, or start a new line",
-    ),
+    ("mapping values are not allowed", 'has a second ":" out of place', "quote the text, or start a new line"),
     ("expected ',' or '}'", 'has a "{" that is not closed', 'write "}" at its end, and commas between'),
     ("or ']', but got '{'", _INSIDE[0] % "{", _INSIDE[1]),
     ("or ']', but got '?'", _INSIDE[0] % "?", _INSIDE[1]),

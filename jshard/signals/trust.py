@@ -44,12 +44,8 @@ class Trust:
             if spec.origin is None or (spec.has_location and self._holds(spec.origin)):
                 continue  # a folder without __init__.py runs nothing
             where = f"lies in {shown_path(spec.origin)}" if spec.has_location else "is part of Python"
-            runs = (
-                "a copy in a run may run no file"
-                if self.folder is None
-                else f"no file outside of {self.folder} may run"
-            )
-            raise Untrusted(f"{label} {name} {where}, and {runs}")
+            scope = "named by a copy in a run" if self.folder is None else f"outside of {self.folder}"
+            raise Untrusted(f"{label} {name} {where}, and no file {scope} may run")
 
     def _holds(self, file: str) -> bool:
         return self.folder is not None and Path(file).resolve().is_relative_to(self.folder.resolve())

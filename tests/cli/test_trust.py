@@ -177,14 +177,14 @@ def _run():
     *(["explain", path] for path in ("configuration.yaml", "checkpoints/4/configuration.yaml", "checkpoints/4/renamed.yaml")),
 ], ids=" ".join)  # fmt: skip
 def test_a_copy_in_a_run_runs_no_file(capsys, words):
-    assert refused(capsys, *words).endswith("but evil lies in evil.py, and a copy in a run may run no file")
+    assert refused(capsys, *words).endswith("but evil lies in evil.py, and no file named by a copy in a run may run")
     assert str(Path.cwd()) not in sys.path  # where a file could stand for a module that jshard imports
 
 
 @pytest.mark.usefixtures("_run")
 @pytest.mark.parametrize("name", ["configuration.yaml", "checkpoints/4/configuration.yaml"])
 def test_check_of_a_copy_runs_no_file(capsys, name):
-    assert refused(capsys, "check", name).endswith("and a copy in a run may run no file")
+    assert refused(capsys, "check", name).endswith("and no file named by a copy in a run may run")
 
 
 def test_check_still_finds_mistakes_and_says_what_it_leaves_out(capsys):

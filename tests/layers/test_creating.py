@@ -156,7 +156,7 @@ def test_an_array_under_a_signal_is_made_at_its_layout(loaded):
         x = jshard.create(jax.random.normal, jax.random.key(1), (64, 64))
     np.testing.assert_array_equal(x, jax.random.normal(jax.random.key(1), (64, 64)))
     assert x.addressable_shards[0].data.size == 64 * 64 // 8
-    with pytest.raises(JShardError, match=re.escape("jshard.create stands under no signal of <dict>; write `with")):
+    with pytest.raises(JShardError, match=re.escape("jshard.create is under no signal of <dict>; write `with")):
         jshard.create(jax.random.normal, jax.random.key(1), (64, 64))
 
 

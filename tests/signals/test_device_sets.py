@@ -69,13 +69,13 @@ def test_two_places_that_no_program_spans_are_one_sentence(said, mend):
     ours = load(WORKERS).signals["a"]
     load(said) if said else unload()
     assert str(apart(ours, on(0, 1), "its input", on(2, 3))) == (
-        'signal "a" (<dict>) lies on workers 0, 1 and its input on workers 2, 3, and one program or gradient can\'t span '
+        'signal "a" (<dict>) is on workers 0, 1 and its input on workers 2, 3, but one program or gradient can\'t span '
         f"both; {mend}"
     )
 
 
 def test_a_gradient_of_what_lies_elsewhere_tells_who_placed_it():
-    lies = 'signal "b" (<dict>) lies on workers 2, 3 and {}, and one program or gradient can\'t span both; ' + STAGES
+    lies = 'signal "b" (<dict>) is on workers 2, 3 and {}, but one program or gradient can\'t span both; ' + STAGES
     placed_there = {
         'signal "a" (<dict>) on workers 0, 1': signal.tensor(X, name="a"),
         "its input on workers 4, 6": jax.device_put(X, jax.NamedSharding(on(4, 6), jax.P("d"))),
@@ -99,7 +99,7 @@ def test_a_program_is_on_the_devices_of_the_first_signal_in_it(how):
         return how(placed("a"))(x)
 
     assert sentence(jax.make_jaxpr(lambda x: program(x, first="b")), X) == (
-        'signal "a" (<dict>) lies on workers 0, 1 and signal "b" (<dict>) on workers 2, 3, and one program or gradient can\'t '
+        'signal "a" (<dict>) is on workers 0, 1 and signal "b" (<dict>) on workers 2, 3, but one program or gradient can\'t '
         f"span both; {STAGES}"
     )
     assert jax.make_jaxpr(lambda x: program(x, first="a"))(X)

@@ -228,7 +228,7 @@ def test_a_cotangent_that_goes_to_other_devices_inside_a_program_is_one_sentence
     with pytest.raises(JShardError) as caught:
         jax.make_jaxpr(jax.grad(lambda x: jnp.sum(signal.tensor(x, name="f"))))(X)
     assert str(caught.value) == (
-        'signal "b" (<dict>) lies on workers 2, 3 and signal "f" (<dict>) on workers 0, 1, and one program or gradient can\'t '
+        'signal "b" (<dict>) is on workers 2, 3 and signal "f" (<dict>) on workers 0, 1, but one program or gradient can\'t '
         "span both; call jshard.shard(model), which makes their workers stages of one mesh, or name the same workers for both"
     )
 
@@ -252,7 +252,7 @@ def test_a_backward_on_workers_of_a_typed_array_is_one_sentence():
     with pytest.raises(JShardError) as caught:
         jax.vjp(lambda x: signal.tensor(x, name="f"), x)[1](x)
     assert str(caught.value) == (
-        'signal "b" (<dict>) can\'t have the cotangent of an array on an explicit mesh, which lies on that mesh too; give signal '
+        'signal "b" (<dict>) can\'t have the cotangent of an array on an explicit mesh, which stays on that mesh; give signal '
         '"b" mesh axes instead of workers'
     )
 
@@ -264,6 +264,6 @@ def test_tensor_inside_a_shard_map_is_one_sentence():
             signal.tensor(X, name="s")
         )
     assert str(caught.value) == (
-        'signal "s" (<dict>) is to place an array inside a shard_map, where x is one device\'s part already; place it '
+        "signal \"s\" (<dict>) can't place an array inside a shard_map, where x is one device's part already; place it "
         "before: jshard.signal.tensor(x) outside the shard_map"
     )

@@ -111,7 +111,7 @@ def test_one_entry_is_entered_once():
         pass
     assert (
         str(caught.value)
-        == 'signal "a/b" is entered a second time through one object; write `with jshard.signal("a/b"):` anew'
+        == 'signal "a/b" is entered twice through one object; write `with jshard.signal("a/b"):` again'
     )
 
 
@@ -280,7 +280,7 @@ def test_tensor_takes_lists_and_numbers_and_says_when_no_signal_holds():
     with pytest.raises(JShardError) as told:
         jshard.signal.tensor(np.ones(4))
     assert str(told.value) == (
-        'jshard.signal.tensor(x) stands under no signal of <dict>; write `with jshard.signal("a"):` around it'
+        'jshard.signal.tensor(x) is under no signal of <dict>; write `with jshard.signal("a"):` around it'
     )
 
 

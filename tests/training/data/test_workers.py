@@ -198,7 +198,7 @@ def test_optimizer_that_reduces_over_parameters_on_several_sets_of_workers_is_on
 
 WORKERS = {"a": {"shard": {"axis": 0, "workers": [0, 1]}}, "b": {"shard": {"axis": 0, "workers": [2, 3]}}}
 APART = (
-    'signal "b" (<dict>) lies on workers 2, 3 and signal "a" (<dict>) on workers 0, 1, and one program or gradient can\'t '
+    'signal "b" (<dict>) is on workers 2, 3 and signal "a" (<dict>) on workers 0, 1, but one program or gradient can\'t '
     "span both; call jshard.shard(model), which makes their workers stages of one mesh, or name the same workers for both"
 )
 X = np.ones((8, 4), np.float32)
@@ -242,8 +242,8 @@ def test_arrays_travel_between_sets_of_workers_outside_programs(made):
         (
             "examples/gt/arrays.yaml",
             two("features", "weights"),
-            'signal "weights" (examples/gt/arrays.yaml:12) lies on workers 0, 1, 2, 3, 4, 5, 6, 7 and signal "features" '
-            "(examples/gt/arrays.yaml:7) on workers 0, 1, and one program or gradient can't span both; name the same workers "
+            'signal "weights" (examples/gt/arrays.yaml:12) is on workers 0, 1, 2, 3, 4, 5, 6, 7 and signal "features" '
+            "(examples/gt/arrays.yaml:7) on workers 0, 1, but one program or gradient can't span both; name the same workers "
             "for both, or mesh axes",
         ),
         (
