@@ -105,14 +105,14 @@ def refused(capsys, command: str, path: str, *words: str) -> str:
 @pytest.mark.parametrize("command", READ)
 def test_a_function_of_python_is_not_run(capsys, command):
     path = written("x.yaml", data='{path: "os:system", command: "touch PWNED"}')
-    sentence = 'jshard.train.data (x.yaml:5) is "os:system", but os is part of Python, and no file outside of . is run'
+    sentence = 'jshard.train.data (x.yaml:5) is "os:system", but os is part of Python, and no file outside of . may run'
     assert refused(capsys, command, path) == sentence
 
 
 @pytest.mark.parametrize("command", READ)
 def test_a_module_of_this_folder_is_not_run_by_a_yaml_elsewhere(capsys, command):
     path = written("theirs/x.yaml", data="evil:data")
-    sentence = 'jshard.train.data (theirs/x.yaml:5) is "evil:data", but evil lies in evil.py, and no file outside of theirs is run'
+    sentence = 'jshard.train.data (theirs/x.yaml:5) is "evil:data", but evil lies in evil.py, and no file outside of theirs may run'
     assert refused(capsys, command, path) == sentence
 
 

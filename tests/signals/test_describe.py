@@ -34,7 +34,7 @@ WORDS = [
     ({"remat": "full"}, ["replicated", "activations recomputed in backward"]),
     ({"remat": "products"}, ["replicated", "activations recomputed in backward, except products"]),
     ({"remat": "chunk"}, ["replicated", "activations recomputed in backward of each chunk of layers"]),
-    ({"remat": ("q", "k")}, ["replicated", "activations recomputed in backward, but for q, k"]),
+    ({"remat": ("q", "k")}, ["replicated", "activations recomputed in backward, except q, k"]),
     ({"stage": "equal"}, ["replicated", "layers split over the stages of the pipeline"]),
     ({"stage": "balance"}, ["replicated", "layers on stages of about as many FLOP"]),
     ({"stage": "0..5: 0, 6..7: 1"}, ["replicated", "layers on stages (0..5: 0, 6..7: 1)"]),

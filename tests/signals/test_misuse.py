@@ -828,7 +828,7 @@ IN_A_FILE = {
     ),
     "two colons": (
         "jshard: mesh: {data: 2}\n",
-        'FILE:1 has a second ":", which is not allowed here; quote the text, or start a new line',
+        'FILE:1 has a second ":" out of place; quote the text, or start a new line',
     ),
     "bad indent": (
         "layer1:\n    row: data\n  column: tensor\n",
@@ -914,7 +914,7 @@ IN_A_FILE = {
     ),
     "alias bomb": (
         BOMB,
-        "FILE:5 makes more than 50,000 values of the file; write fewer aliases or split it",
+        "FILE:5 expands to more than 50,000 values; write fewer aliases or split it",
     ),
     "deep": (
         DEEP,
@@ -998,7 +998,7 @@ def test_misuse_is_of_forty_kinds_at_least():
         (b"\n\n\0", "configs/mlp.yaml:3 has the character U+0000, which YAML does not allow; remove it"),
         (b"layer1: {}\n\0", "configs/mlp.yaml:2 has the character U+0000, which YAML does not allow; remove it"),
         *((data, f"configs/mlp.yaml is empty; {AN_EXAMPLE}") for data in (b"", b"# to come\n", b"~\n", b"{}\n")),
-        (b"#" * 1_000_001, "configs/mlp.yaml has more bytes than the 1,000,000 of a configuration; split it"),
+        (b"#" * 1_000_001, "configs/mlp.yaml has more than 1,000,000 bytes; split it"),
     ],
     ids=["latin-1", "utf-16", "line", "nul above", "nul", "empty", "comment", "null", "no signal", "huge"],
 )
@@ -1122,8 +1122,8 @@ ON_THE_COMMAND_LINE = {
         '"layer1.row=[data" (the command line) has a "[" that is not closed; write "]" at its end, and commas between'
     ],
     "layer1.row=!!python/name:os.system": [
-        '"layer1.row=!!python/name:os.system" (the command line) has the tag "!!python/name:os.system", and tags are '
-        "never obeyed here; remove it, and quote the value if it is text"
+        '"layer1.row=!!python/name:os.system" (the command line) has the tag "!!python/name:os.system", but tags are '
+        "not allowed; remove it, and quote the value if it is text"
     ],
     "steps=0": [
         "jshard.train.steps (the command line) is 0, which is not a whole number of 1 or more; write steps: 1000"
