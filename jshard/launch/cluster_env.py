@@ -94,7 +94,7 @@ def _named(environment: Mapping[str, str]) -> Membership | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> Membership | None:
-    """Find a task of `srun`. The batch script itself is none: it has no step."""
+    """Return the membership of a task of `srun`. The batch script itself is no task: it has no step."""
     nodes, rank, job = map(environment.get, ("SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_JOB_ID"))
     count = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
     if not (nodes and rank and job) or count == "1":

@@ -29,7 +29,8 @@ LOST = 20  # missing notes that are a fault by themselves
 
 
 def watch(membership: Membership, pulse: Pulse, limit: float) -> Callable[[], None]:
-    """Start the watching threads; return a function to end them. `limit`: seconds without a step in a hang."""
+    """Start the watching threads; return a function to end them. `limit` is the seconds without a
+    step before a run counts as hung."""
     answers = _Answers(TALK * max(1.0, membership.processes / CROWD))
     threads = [
         threading.Thread(target=_talk, args=(membership, pulse, answers), daemon=True, name="jshard talk"),
