@@ -115,7 +115,7 @@ def _side(label: str, overrides: Sequence[str], config: str, args: Sequence[str]
     is_function = IMPORT_PATH.parse(target) is not None
     if is_function and not config:
         raise JShardError(
-            f'no configuration says how "{target}" lies on a mesh',
+            f'the function "{target}" has no configuration',
             hint="add --config configs/mlp.yaml, or set JSHARD_CONFIG",
         )
     options = ["--config", config, *(["--args", *args] if args else [])] if is_function else ["--trust"] * trust

@@ -290,7 +290,7 @@ def test_launched_verify_joins_two_processes_of_which_the_first_speaks_and_tells
     assert (status, out[0]) == (1, "[0] NOT EQUAL: 1 of 2 arrays differs on {data: 4} and on one device")
     assert re.fullmatch(
         r"\[0\] on {data: 4} the difference begins in the part outside every signal \(torn\), forward: off by \S+ of the largest; another "
-        "process has a copy that is off, and this one has not",
+        "process has a copy that is off; this process has not",
         out[1],
     )
     assert err == ["rank 0 ended with status 1 before its first step; all were stopped; its last lines begin with [0]"]
