@@ -1,8 +1,8 @@
 """Print the test files for what changed since origin/main (or since the last commit where there is no origin), nearest first.
 
-A reader starts at a test and opens one of the files that it names: by an import, through a façade's export, by its path, in
-a program written for a child, or as `test_x.py` names x. From there he goes on in the same way, and gives up half of the
-time. The more likely he comes by a file, the nearer is the test to it. Nothing here knows where modules and tests lie.
+A reader starts at a test and opens a file that one of its words names: the file's own name, or what the file defines. From
+there the reader goes on in the same way, and gives up half of the time. The more likely the reader opens a file, the nearer
+is the test to it. Nothing here knows where modules and tests lie.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import functools
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 STEPS, GOES_ON = 4, 0.5
 MOST = 8  # test files for one changed file
-IMPORT = re.compile(r"^\s*from ([\w.]+) import (?:\(([^)]*)\)|([^\n;]+))|^\s*import ([\w., ]+)", re.MULTILINE)
+DEFINED = re.compile(r"^(?:def|class)\s+(\w+)|^(\w+)(?::[^=\n]+)?\s*=", re.MULTILINE)
+WORD = re.compile(r"[A-Za-z_][\w-]*+(?!\.(?!py\b|md\b|yaml\b)\w)")  # not the first word of `word.attribute`
 once = functools.cache  # there is one checkout in a process
 
 
@@ -28,15 +28,11 @@ class Checkout:
         found = self.git("ls-files", "--cached", "--others", "--exclude-standard")
         self.paths = sorted(path for path in set(found) if (root / path).is_file())
         self.tests = [path for path in self.paths if re.fullmatch(r"(.*/)?test_\w+\.py", path)]
-        self.modules: dict[str, str] = {}  # by dotted name
-        self.by_name: dict[str, list[str]] = {}  # by the last word of the path
+        self.by_word: dict[str, set[str]] = {}  # files by their own names, and by the names that they define
         for path in self.paths:
-            self.by_name.setdefault(Path(path).name, []).append(path)
-            if path.endswith(".py"):
-                words = path.removesuffix(".py").removesuffix("/__init__").split("/")
-                self.modules[".".join(words)] = path
-                if words[0] == "tests":  # pytest puts a test's folder on the path
-                    self.modules.setdefault(words[-1], path)
+            defined = DEFINED.findall(self._text(path)) if path.endswith(".py") and path not in self.tests else []
+            for word in {_name(path), *(function or constant for function, constant in defined)}:
+                self.by_word.setdefault(word, set()).add(path)
 
     def git(self, *arguments: str) -> list[str]:
         done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=self.root)
@@ -53,7 +49,7 @@ class Checkout:
 
     @once
     def _reader_of(self, test: str) -> Counter[str]:
-        """Return how likely a reader who starts at a test comes by each file."""
+        """Return how likely a reader who starts at a test opens each file."""
         here, passed = Counter({test: 1.0}), Counter({test: 1.0})
         for _ in range(STEPS):
             onward: Counter[str] = Counter()
@@ -67,65 +63,31 @@ class Checkout:
 
     @once
     def _named(self, path: str) -> Counter[str]:
-        """Return how many times a file names each other file."""
-        if not path.endswith((".py", ".md", ".yaml")):
-            return Counter()
+        """Return how many times a file names each other file; a word that several files define counts as a part for each."""
+        named: Counter[str] = Counter()
         text = self._text(path)
-        dotted = [*self._dotted(path)] if path.endswith(".py") else []
-        found = Counter(filter(None, map(self._module_of, dotted)))
-        # A word of the command line or of a table: `main(["explain"])`, import_module(f"jshard.cli.{word}").
-        packages = {".".join(name.split(".")[:count]) for name in dotted for count in range(1, name.count(".") + 2)}
-        packages = [package for package in packages if self.modules.get(package, "").endswith("/__init__.py")]
-        for word in re.findall(r"[\"'](\w+)[\"']", text):
-            found.update(filter(None, (self.modules.get(f"{package}.{word}") for package in packages)))
-        for name in re.findall(r"[\w./-]*\w\.(?:py|md|yaml|json|sh|txt)\b", text):
-            ends = [path for path in self.by_name.get(Path(name).name, ()) if f"/{path}".endswith(f"/{name}")]
-            found.update(ends if len(ends) == 1 else ())
+        words, of_facade = Counter(WORD.findall(text)), set(re.findall(r"\bjshard\.(\w+)", text))
+        for word, times in words.items():
+            # A definition counts where its file is named too, as in an import, or where the façade has it.
+            files = [file for file in self.by_word.get(word, ()) if word in of_facade or _name(file) in words]
+            named.update(dict.fromkeys(files, times / max(len(files), 1)))
         if path in self.tests:
-            subject, share = Path(path).stem.removeprefix("test_"), found.total() // 4 + 1
+            subject, share = _name(path).removeprefix("test_"), named.total() / 4 + 1
             for name in (subject, subject.split("_")[0]):
-                found.update(dict.fromkeys(self.by_name.get(f"{name}.py", ()), share))
-        del found[path]
-        return found
-
-    def _module_of(self, name: str) -> str | None:
-        """Return the file of a dotted name: the module, or the one from which a façade hands it on."""
-        words = name.split(".")
-        for count in range(len(words), 0, -1):
-            path = self.modules.get(".".join(words[:count]))
-            if path is not None:
-                handed_on = self._imported(path).get(words[count]) if words[count:] else None
-                if handed_on is None or handed_on == name:
-                    return path
-                return self._module_of(".".join([handed_on, *words[count + 1 :]])) or path
-        return None
-
-    @once
-    def _imported(self, path: str) -> dict[str, str]:
-        """Return the dotted name of each name that a file, or a program in one of its strings, imports."""
-        found: dict[str, str] = {}
-        for module, inside, line, modules in IMPORT.findall(self._text(path)):
-            for each in re.findall(r"([\w.]+)(?: as (\w+))?", re.sub("#.*", "", inside or line or modules)):
-                name, other = each
-                if module:
-                    found[other or name] = f"{module}.{name}"
-                else:
-                    found[other or name.split(".")[0]] = name if other else name.split(".")[0]
-        return found
-
-    def _dotted(self, path: str) -> Iterator[str]:
-        """Yield the dotted name of each import, and of each use of an imported name."""
-        imported = self._imported(path)
-        for words in re.findall(r"(?<![\w.])[A-Za-z_]\w*(?:\.\w+)*", self._text(path)):
-            first, dot, rest = words.partition(".")
-            if first in imported:
-                yield f"{imported[first]}{dot}{rest}"
-            elif first == "jshard":
-                yield words
+                named.update(dict.fromkeys(self.by_word.get(name, ()), share))
+        del named[path]
+        return named
 
     @once
     def _text(self, path: str) -> str:
-        return (self.root / path).read_text(errors="ignore")
+        return (self.root / path).read_text(errors="ignore") if path.endswith((".py", ".md", ".yaml")) else ""
+
+
+@once
+def _name(path: str) -> str:
+    """Return the name of a module, and of a file without its suffix."""
+    where = Path(path)
+    return where.parent.name if where.stem == "__init__" else where.stem
 
 
 def main() -> None:

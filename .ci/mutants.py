@@ -36,6 +36,8 @@ LEFT_OUT = re.compile(
     r"|BinaryOperator_\w+_(BitOr|LShift|RShift|BitXor|BitAnd|Pow|Mod|Div|FloorDiv)|UnaryOperator_\w+"
     r"|ComparisonOperator_(?!Eq_(NotEq|LtE|GtE)$|NotEq_(Eq|Lt|Gt)$|LtE?_(Lt|LtE|NotEq)$|GtE?_(Gt|GtE|NotEq)$|Is_IsNot$|IsNot_Is$)\w+)"
 )
+# `not a == b` is `a != b`, and cosmic-ray fails at an exception with a dot in its name.
+ONCE = {"core/AddNot": " (==|!=|is) ", "core/ExceptionReplacer": r"\."}
 # A cache saves time alone; the options of a dataclass are for readers, an overload for type checkers.
 DECORATOR = re.compile(r"\w+ = functools\.lru_cache\(|\s*@(functools\.(lru_)?cache|dataclasses\.dataclass|overload)\b")
 LIMIT = 300  # seconds; a change that makes a test wait for ever is noticed
@@ -61,51 +63,36 @@ def changes(file: Path, of: int) -> list[Change]:
         init([file], work, {})
         found = sorted((item.mutations[0] for item in work.work_items), key=lambda each: each.start_pos)
     text = file.read_text()
-    seen, kept = {_meaning(text)}, []
+    seen, kept = {ast.dump(ast.parse(text))}, []
     for each in found:
         line, column = each.start_pos
         said = text.splitlines()[line - 1]
         if LEFT_OUT.match(each.operator_name) or DECORATOR.match(said) or said[:column].endswith(("strict=", "init=")):
             continue
-        if each.operator_name == "core/ExceptionReplacer" and "." in said:  # cosmic-ray fails at a name with a dot
+        if (word := ONCE.get(each.operator_name)) and re.search(word, said):
             continue
         changed = mutate_code(text, get_operator(each.operator_name)(**each.operator_args), each.occurrence) or text
         if said[column - 1 :].startswith("[0]") and "-" in changed.splitlines()[line - 1][column : column + 2]:
             continue  # `[1]` is tried; the last of one is the first
         with contextlib.suppress(SyntaxError):  # `if not found := ...`
-            if (meaning := _meaning(changed)) not in seen and (lines := _statement(text, line)):
+            meaning = ast.dump(ast.parse(changed))
+            if meaning not in seen and (lines := _statement(text, line)):
                 seen.add(meaning)
                 kept.append(Change(changed, lines))
     return kept[datetime.date.today().toordinal() % of :: of]
 
 
 def _statement(text: str, line: int) -> set[int]:
-    """Return the lines of the innermost statement around a line; none for an assertion, or in a Protocol."""
-    around = [
+    """Return the lines of the innermost statement around a line; none for an assertion."""
+    around: list[Any] = [
         node
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.stmt | ast.excepthandler) and node.lineno <= line <= (node.end_lineno or line)
     ]
-    bases = [ast.unparse(base) for node in around if isinstance(node, ast.ClassDef) for base in node.bases]
-    last: Any = around[-1] if around else None
-    if any("Protocol" in base for base in bases) or isinstance(last, ast.Assert):
+    if not around or isinstance(around[-1], ast.Assert):
         return set()
-    body = getattr(last, "body", None)
-    return {line, *range(last.lineno, body[0].lineno if body else last.end_lineno + 1)} if last else {line}
-
-
-def _meaning(text: str) -> str:
-    """Return the program of a text, in which `not a == b` is `a != b`."""
-    opposite = {ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn}
-
-    class Plain(ast.NodeTransformer):
-        def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
-            of = self.generic_visit(node.operand)
-            if isinstance(node.op, ast.Not) and isinstance(of, ast.Compare) and type(of.ops[0]) in opposite:
-                return ast.Compare(of.left, [opposite[type(of.ops[0])](), *of.ops[1:]], of.comparators)
-            return node
-
-    return ast.dump(Plain().visit(ast.parse(text)))
+    body = getattr(around[-1], "body", None)
+    return {line, *range(around[-1].lineno, body[0].lineno if body else around[-1].end_lineno + 1)}
 
 
 # Hooks of pytest, for which this file is a plugin while lines are recorded.
@@ -150,18 +137,13 @@ class Copy:
         """Return the test that notices a module's other text."""
         original = (self.folder / module).read_text()
         (self.folder / module).write_text(text)
-        try:
-            groups = [group for group in (tests[:12], tests[12:400]) if group]
-            return next(filter(None, (self._try(group, within) for group in groups)), None)
-        finally:
-            (self.folder / module).write_text(original)
-
-    def _try(self, tests: list[str], within: float) -> str | None:
         words = [*PYTEST, "-x", "-rfE", "--within", str(within), *tests]
         try:  # by a fork of a process that has imported JAX
             done = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, timeout=LIMIT)
         except subprocess.TimeoutExpired:
             return "a test that waits for ever"
+        finally:
+            (self.folder / module).write_text(original)
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
         return (failed[1] if failed else "at import") if done.returncode else None
 
@@ -203,12 +185,8 @@ class Tests:
         executed = self.of_line[module]
         tests = set[str]().union(*(executed.get(line, ()) for line in lines))
         tests = tests.union(*executed.values()) if "" in tests else tests
-        near = {
-            test: time
-            for test in tests
-            if (time := self.seconds.get(test)) and test.split("::")[0] in self.near[module]
-        }
-        return sorted(near, key=lambda test: near[test] / (1 + noticed[test]))
+        near = {test: self.seconds.get(test) for test in tests if test.split("::")[0] in self.near[module]}
+        return sorted(filter(near.get, near), key=lambda test: (near[test] or 0) / (1 + noticed[test]))
 
 
 def listed() -> dict[str, set[str]]:
@@ -229,8 +207,8 @@ def tried(module: str, tests: Tests, of: int, within: float) -> Counter[str]:
         told = [*difflib.unified_diff(text.splitlines(), change.text.splitlines(), lineterm="", n=0)][2:]
         as_listed = equal & {line[1:].strip() for line in told if line[:1] == "+"}
         able = tests.able(module, change.lines, noticed)
-        for seconds in (within,) if as_listed else (within, 10 * within):
-            if able and (by := tests.within(Copy.notices, module, change.text, able, seconds)):
+        for some, seconds in (able[:12], within), (able[12:400], within if as_listed else 10 * within):
+            if some and (by := tests.within(Copy.notices, module, change.text, some, seconds)):
                 noticed[by] += 1
                 return "killed"
         met.update(as_listed)

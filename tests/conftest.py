@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ from jshard.signals.active_config import unload
 pytest_plugins = tuple(f"tests.support.{name}" for name in ("browser", "hung", "outside", "slow"))
 
 
-RUNNING = {"room": ""}
-BEFORE = pytest.StashKey[int]()
+STARTED = time.time()
 
 
 def pytest_sessionfinish() -> None:
@@ -54,10 +54,9 @@ pytest_runtest_protocol.__code__ = pytest_runtest_protocol.__code__.replace(
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _forgotten(request):
+def _forgotten():
     """What a file's tests have compiled goes with them: a process else holds four gigabytes in the end, and the suite takes a
     tenth longer. So does the configuration that they loaded last."""
-    RUNNING["room"] = request.path.relative_to(Path(__file__).parent).parts[0]
     yield
     unload()
     jax.clear_caches()
@@ -78,21 +77,16 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"the tests need eight CPU devices and got {len(jax.devices())}; run them by `make test`"
         )
-    compiled_before.compile_quickest(lambda: RUNNING["room"])
-    compiled_before.name_what_is_read()
-    compiled_before.write_in_one_move()
-    compiled_before.reuse_contexts()
+    compiled_before.as_tests_do()
+    compiled_before.compile_quickest()
     compiled_before.share_what_asks_for_no_configuration()
     if sys.platform == "linux":
         subprocess.Popen = forked.Popen
-    if not hasattr(config, "workerinput"):  # once, not in each worker
-        config.stash[BEFORE] = compiled_before.sweep()
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    before = config.stash[BEFORE]
-    count = compiled_before.programs() - before
-    terminalreporter.write_line(f"{before:,} programs were compiled before and {count:,} now")
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    before, now = compiled_before.count_and_sweep(STARTED)
+    terminalreporter.write_line(f"{before:,} programs were compiled before and {now:,} now")
 
 
 @pytest.fixture

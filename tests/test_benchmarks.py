@@ -303,6 +303,7 @@ def test_lowered_step_of_the_last_commit_is_compared(capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith("of 1 programs are the same as at HEAD")
 
 
+@pytest.mark.seconds
 def test_benchmark_of_tracing_prints_ratios_beside_their_limits(capsys):
     trace.main(["blocks-2", "--rounds", "1"])
     _, line = capsys.readouterr().out.splitlines()

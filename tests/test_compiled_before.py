@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 
 import jax
 import jax.numpy as jnp
@@ -83,10 +84,11 @@ def test_program_is_the_same_in_a_context_that_was_used_before():
     assert len({each.compiler_ir().context for each in lowered}) < 11
 
 
-def test_sweep_removes_what_is_a_week_old_and_counts_the_rest(tmp_path, monkeypatch):
+def test_programs_are_counted_and_those_that_are_a_week_old_go(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled_before, "PLACE", tmp_path)
-    for name in ("new-cache", "old-cache", "1-2-part"):
+    now = time.time()
+    for name, written in {"new-cache": now, "before-cache": now - 9, "old-cache": 0, "1-2-part": now}.items():
         (tmp_path / name).write_bytes(b"program")
-    os.utime(tmp_path / "old-cache", (0, 0))
-    assert compiled_before.sweep() == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-2-part", "new-cache"]
+        os.utime(tmp_path / name, (written, written))
+    assert compiled_before.count_and_sweep(since=now - 5) == (1, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-2-part", "before-cache", "new-cache"]

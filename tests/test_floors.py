@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -341,23 +342,31 @@ def small(tmp_path_factory):
 # -- limits --
 
 
-def functions(package: Path) -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for module in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(module.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                yield module, node
+class Function(NamedTuple):
+    file: Path
+    name: str
+    lines: int
+    annotations: tuple[str, ...]  # of its parameters
 
 
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
-    """The annotated parameters of a function."""
-    of = function.args
+@functools.cache
+def functions() -> list[Function]:
+    """Return every function of the package."""
+    return [
+        Function(module, node.name, (node.end_lineno or 0) - node.lineno + 1, tuple(annotations(node.args)))
+        for module in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def annotations(of: ast.arguments) -> Iterator[str]:
     every = *of.posonlyargs, *of.args, *of.kwonlyargs, *filter(None, (of.vararg, of.kwarg))
-    return [each for each in every if each.annotation is not None]
+    yield from (ast.unparse(each.annotation) for each in every if each.annotation is not None)
 
 
 def test_floors_no_function_has_more_than_60_lines():
-    long = {f"{file}: {each.name}": each.end_lineno - each.lineno + 1 for file, each in functions(PACKAGE)}
-    assert {name: lines for name, lines in long.items() if lines > 60} == {}
+    assert {f"{each.file}: {each.name}": each.lines for each in functions() if each.lines > 60} == {}
 
 
 def test_floors_no_file_has_more_than_400_lines():
@@ -369,10 +378,10 @@ def test_floors_no_file_has_more_than_400_lines():
 def test_floors_parameters_have_types(rooms, most):
     """`Any` alone is said of few."""
     every = [
-        ast.unparse(each.annotation)
-        for file, function in functions(PACKAGE)
-        if not rooms or file.relative_to(PACKAGE).parts[0] in rooms
-        for each in parameters(function)
+        annotation
+        for function in functions()
+        if not rooms or function.file.relative_to(PACKAGE).parts[0] in rooms
+        for annotation in function.annotations
     ]
     assert every.count("Any") / len(every) <= most
 

@@ -159,6 +159,7 @@ JSON = {
 }
 
 
+@pytest.mark.quick("explain", "diff", "diff compiled", "check", "verify")  # tests of plans read its document
 @pytest.mark.parametrize("name", JSON)
 def test_command_prints_one_document_with_a_version(name, capsys):
     schema, keys = JSON[name]

@@ -34,6 +34,7 @@ def english(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.quick("pipe-1f1b.yaml-3")
 @pytest.mark.parametrize(("file", "passes"), [
     ("lm/english.yaml", 2),  # where parameters lie, and how the program runs on them
     ("pipe-1f1b.yaml", 3),  # and how one stage does
@@ -104,6 +105,7 @@ def test_how_the_equations_of_a_line_are_split_is_printed(capsys, monkeypatch):
     assert "reshape [tensor] -> [-, -, tensor]: created where it is used, split as that use needs" in rows
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("word", "sentence"), [
     ("adopted.py:25", 'axis_types: auto leaves the equations of "adopted.py:25" to XLA, so jshard does not know how they are split; '
      "write axis_types: explicit under jshard, or name a parameter"),

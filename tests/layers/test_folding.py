@@ -70,6 +70,7 @@ def calls(jaxpr):
     return len(bodies), len(set(bodies))
 
 
+@pytest.mark.quick("tensor and fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 def test_equal_blocks_are_calls_of_one_program_and_equal_one_device(plan, monkeypatch):
     wanted, gradients = nnx.value_and_grad(loss)(Chain(5), X)

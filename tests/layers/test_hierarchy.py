@@ -117,7 +117,7 @@ def test_gradients_by_value_and_grad_are_summed_in_each_slice_first():
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
-@pytest.mark.quick("Plain")
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", [Layers, Plain])
 def test_hierarchy_verifies_and_differs_from_one_sum_over_all(kind):
     model, f = loaded("tensor", kind)

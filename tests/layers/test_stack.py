@@ -90,6 +90,7 @@ class Attending(nnx.Module):
         return self.layers(x, positions)
 
 
+@pytest.mark.seconds
 def test_layers_in_stacks_of_stacks_write_to_one_cache():
     nested = Attending(1, rngs=nnx.Rngs(0))
     whole = nested(X)

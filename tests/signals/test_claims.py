@@ -340,7 +340,7 @@ pieces = (
 alternatives = st.lists(parts, min_size=1, max_size=2).map(lambda words: "{" + ",".join(words) + "}")
 
 
-@settings(max_examples=400, deadline=None, database=None)
+@settings(max_examples=200, deadline=None, database=None)
 @given(
     st.lists(pieces | alternatives, min_size=1, max_size=5).map("/".join),
     st.lists(st.lists(parts, min_size=1, max_size=5), min_size=1, max_size=8),

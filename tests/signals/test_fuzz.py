@@ -1,6 +1,6 @@
 """Whatever is given, `load_configuration` loads it or raises one JShardError of well-formed sentences.
 
-`JSHARD_FUZZ_EXAMPLES` says how many examples to try (300 unless said).
+`JSHARD_FUZZ_EXAMPLES` says how many examples to try (100 unless said).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jshard.errors import JShardError
 from jshard.signals.config import Configuration, load_configuration
 from jshard.signals.schema import JSHARD, SHARD, SIGNAL, TRAIN
 
-EXAMPLES = int(os.environ.get("JSHARD_FUZZ_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("JSHARD_FUZZ_EXAMPLES", "100"))
 
 VALID = """\
 jshard:

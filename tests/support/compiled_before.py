@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -48,6 +48,9 @@ QUICK = "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_optimization_lev
 if OLD:  # a later XLA knows no other emitters, and ends a process that names them
     QUICK += " --xla_cpu_use_fusion_emitters=false"
 
+# Programs that are called are one whatever their names in processes that `name_what_is_read` has changed.
+OF_NEW_PROCESSES = {"JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"}
+
 os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ |= {
     "JAX_COMPILATION_CACHE_DIR": str(PLACE),
@@ -62,11 +65,12 @@ os.environ |= {
 }
 
 
-QUICKEST = {"inspect", "layers", "layouts", "signals"}  # rooms whose tests run a program once or twice
+# Rooms whose tests run a program once or twice.
+QUICKEST = "tests/inspect/", "tests/layers/", "tests/layouts/", "tests/signals/"
 
 
-def compile_quickest(room: Callable[[], str]) -> None:
-    """In these rooms XLA for CPUs compiles at its lowest level, in two thirds of the time. Not what draws normal numbers, by the
+def compile_quickest() -> None:
+    """For tests of these rooms XLA for CPUs compiles at its lowest level, in two thirds of the time. Not what draws normal numbers, by the
     inverse of an error function, whose last bit there is another in each program. Not where the suite runs as users compile."""
     from jax._src import compiler
     from jax._src.interpreters import mlir
@@ -76,7 +80,8 @@ def compile_quickest(room: Callable[[], str]) -> None:
     compile_ = compiler.compile_or_get_cached
 
     def compiled(backend: Any, computation: Any, devices: Any, options: Any, *args: Any, **more: Any) -> Any:
-        if backend.platform == "cpu" and room() in QUICKEST and b"erf_inv" not in mlir.module_to_bytecode(computation):
+        is_quick = backend.platform == "cpu" and os.environ.get("PYTEST_CURRENT_TEST", "").startswith(QUICKEST)
+        if is_quick and b"erf_inv" not in mlir.module_to_bytecode(computation):
             options.executable_build_options.debug_options.xla_backend_optimization_level = 0
         return compile_(backend, computation, devices, options, *args, **more)
 
@@ -134,11 +139,10 @@ def name_what_is_read() -> None:
 
 
 def as_tests_do() -> None:
-    """In a process that a test starts."""
+    """Share programs and contexts, in tests and in the processes that they start."""
     name_what_is_read()
     reuse_contexts()
     write_in_one_move()
-    write_from_every_process()
 
 
 def write_in_one_move() -> None:
@@ -157,7 +161,7 @@ def write_in_one_move() -> None:
 
 def write_from_every_process() -> None:
     """Of several processes JAX lets the first write, and no two have the key of a program in common: the others compiled theirs
-    in every run."""
+    in every run. Before jshard is imported."""
     from jax._src import compiler
 
     write, first = compiler._cache_write, SimpleNamespace(global_state=SimpleNamespace(process_id=0))
@@ -236,15 +240,15 @@ def forget_traces() -> None:
             each.__self__.invalidate()
 
 
-def sweep() -> int:
-    """Remove programs that were written a week ago; return how many stay."""
+def count_and_sweep(since: float) -> tuple[int, int]:
+    """Return how many programs were compiled before a time and after it; remove those that are a week old."""
     PLACE.mkdir(parents=True, exist_ok=True)
+    times = list[float]()
     for entry in os.scandir(PLACE):
         with contextlib.suppress(FileNotFoundError):  # another run has just moved or removed it
-            if entry.stat().st_mtime < time.time() - WEEK:
+            written = entry.stat().st_mtime
+            if written < time.time() - WEEK:
                 os.unlink(entry)
-    return programs()
-
-
-def programs() -> int:
-    return sum(name.endswith("-cache") for name in os.listdir(PLACE))
+            elif entry.name.endswith("-cache"):
+                times.append(written)
+    return sum(time < since for time in times), sum(time >= since for time in times)

@@ -1,10 +1,10 @@
 """Python processes that tests start, forked from one that has imported JAX, Flax and the like: seconds less for each.
 
 `subprocess.Popen` in a test, and in the processes that it starts, asks a server for a process: a child of the asker, with the
-id, group, descriptors, environment and end of one that Python starts. The server's imports stay hidden until the program
-imports them, and only then JAX reads its variables. Started as ever are a process with another option than `-P` and
-`-W error`, or with other variables that the C library or an import reads; all processes of a test with the fixture `fresh`;
-and all of a run with JSHARD_TESTS_FRESH=1. Forks share the seed of hashes.
+id, group, descriptors, environment and end of one that Python starts. The server's imports are there already; JAX takes the
+variables of the process, and those that the program sets before it starts JAX. Started as ever are a process with another
+option than `-P` and `-W error`, or with other variables that the C library or an import reads; all processes of a test with
+the fixture `fresh`; and all of a run with JSHARD_TESTS_FRESH=1. Forks share the seed of hashes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import ctypes
 import faulthandler
 import fcntl
 import gc
-import importlib.machinery
-import importlib.util
+import importlib
 import inspect
 import io
 import json
-import linecache
 import os
 import runpy
 import signal
@@ -35,8 +33,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-IMPORTS = ("yaml", "numpy.random", "sklearn.datasets")  # seen at once
-HIDDEN = ("jax.numpy", "jax.experimental.pallas", "flax.nnx", "optax", "orbax.checkpoint.experimental.v1")
+IMPORTS = ("yaml", "numpy.random", "sklearn.datasets")
+IMPORTS_OF_JAX = ("jax.numpy", "jax.experimental.pallas", "flax.nnx", "optax", "orbax.checkpoint.experimental.v1")
 MODULES = ("jshard", "examples", "benchmarks", "tests", "doctest", "pytest")  # that `python -m` may name
 # Variables that Python, the C library or an import reads: a process with others than the server's is started as ever.
 READ_AT_ONCE = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "OPENBLAS_", "FLAX_", "LC_", "LANG", "TZ")
@@ -51,11 +49,10 @@ class Server(NamedTuple):
 
     end: socket.socket
     variables: Mapping[str, str]
-    lock: Any
 
     def start(self, message: dict[str, Any], descriptors: Sequence[int]) -> int:
         prctl = ctypes.CDLL(None).prctl
-        with self.lock:
+        with STARTING:
             prctl(SUBREAPER, 1, 0, 0, 0)  # the server's grandchild becomes a child of this process
             try:
                 socket.send_fds(self.end, [json.dumps({**message, "parent": os.getpid()}).encode()], descriptors)
@@ -65,7 +62,7 @@ class Server(NamedTuple):
 
 
 server: Server | None = None  # of this process
-STARTING = threading.Lock()  # of two servers each would end the other's adoption of a child
+STARTING = threading.RLock()  # of two servers, or of two children, each would end the other's adoption
 fresh = False  # nothing is forked
 
 
@@ -137,54 +134,32 @@ def _server() -> Server:
                 env=variables, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
             theirs.close()
-            server = Server(ours, variables, threading.Lock())
+            server = Server(ours, variables)
             atexit.register(lambda: (ours.close(), process.wait()))
         return server
 
 
-class Hidden:
-    """Modules that are imported and not to be seen until a program imports one of them; `sys.meta_path` asks it first."""
-
-    def __init__(self, names: Sequence[str]):
-        variables, modules = {*os.environ}, {*sys.modules, *sys.stdlib_module_names}
-        for name in names:
-            importlib.import_module(name)
-        self.modules = {
-            name: module for name, module in sys.modules.items() if not {name, name.partition(".")[0]} & modules
-        }
-        self.variables = {name: os.environ.pop(name) for name in {*os.environ} - variables}
-        for name in self.modules:
-            del sys.modules[name]
-        sys.meta_path.insert(0, self)
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name not in self.modules:
-            return None
-        sys.meta_path.remove(self)
-        sys.modules.update(self.modules)
-        for variable, value in self.variables.items():
-            os.environ.setdefault(variable, value)
-        _read_variables_of_jax(self.modules["jax"].config)
-        compiled_before.as_tests_do()
-        with contextlib.suppress(ModuleNotFoundError):  # which JAX looks for when it is imported
-            self.modules["jax._src.xla_bridge"].jax_plugins = importlib.import_module("jax_plugins")
-        self.module = sys.modules.pop(name)  # by its own spec, found here, it would be executed again
-        self.spec = self.module.__spec__
-        return importlib.util.spec_from_loader(name, self)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return self.module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__spec__ = self.spec
-
-
-def _read_variables_of_jax(config: Any) -> None:
-    """Set JAX's options as its import does; the server has had none of the variables."""
+def _read_variables_of_jax(before: Mapping[str, str]) -> None:
+    """Set JAX's options as its import does, by the variables that were others before."""
+    config = sys.modules["jax"].config
     for name, (kind, *_) in config.meta.items():
-        if (text := os.environ.get(name.upper())) is not None:
+        text = os.environ.get(variable := name.upper())
+        if text not in (None, before.get(variable)) and variable not in compiled_before.OF_NEW_PROCESSES:
             known = {int: int, float: float, bool: lambda text: text.lower() in ("y", "yes", "t", "true", "on", "1")}
             config.update(name, known.get(kind, str)(text))
+
+
+def _read_late(variables: Mapping[str, str]) -> None:
+    """Have JAX read again what the program has set before its first array: JAX is imported already."""
+    bridge = sys.modules["jax._src.xla_bridge"]
+    start = bridge.backends
+
+    def backends() -> Any:
+        if not bridge.backends_are_initialized():
+            _read_variables_of_jax(variables)
+        return start()
+
+    bridge.backends = backends
 
 
 def serve(end: socket.socket, variables: Mapping[str, str]) -> Sequence[str]:
@@ -223,11 +198,12 @@ def _become(
     os.closerange(512, 512 + 64)
     for number, handler in DISPOSITIONS.items():
         signal.signal(number, handler)
-    QUIET.__exit__(None, None, None)
     sys.modules["numpy.random"].seed()
     os.chdir(message["folder"])
     os.environ.clear()
-    os.environ.update(message["variables"])
+    os.environ.update(SET_BY_JAX | message["variables"])
+    _read_variables_of_jax({})
+    _read_late(dict(os.environ))
     _open_streams()
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
@@ -246,21 +222,20 @@ def _begin_again(variables: Mapping[str, str]) -> Sequence[str] | None:
     high = fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, 1000)
     ours.close()
     theirs.close()
-    server = Server(socket.socket(fileno=high), variables, threading.Lock())
+    server = Server(socket.socket(fileno=high), variables)
     atexit.register(server.end.close)
     return None
 
 
 def _open_streams() -> None:
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-    for name, mode, number in (("stdin", "r", 0), ("stdout", "w", 1), ("stderr", "w", 2)):
-        old = getattr(sys, f"__{name}__")
-        raw = open(number, f"{mode}b", 0 if unbuffered and mode == "w" else -1, closefd=False)
-        lines = not unbuffered and (name == "stderr" or raw.isatty())
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        old, mode = getattr(sys, name), "w" if number else "r"
+        raw = open(number, f"{mode}b", 0 if unbuffered and number else -1, closefd=False)
+        lines = not unbuffered and (number == 2 or raw.isatty())
         text = io.TextIOWrapper(raw, old.encoding, old.errors, line_buffering=lines, write_through=unbuffered)
         text.mode = mode
-        setattr(sys, name, text)
-        setattr(sys, f"__{name}__", text)
+        vars(sys).update({name: text, f"__{name}__": text})
 
 
 def run(words: Sequence[str]) -> None:
@@ -275,15 +250,14 @@ def run(words: Sequence[str]) -> None:
     own = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     first = {"-m": os.getcwd(), "-c": ""}.get(kind, os.path.dirname(os.path.realpath(what)))
     sys.path[:] = [*([] if apart else [first]), *own, *(path for path in BASE if path not in own)]
+    with contextlib.suppress(ModuleNotFoundError):  # which JAX looks for when it is imported
+        sys.modules["jax._src.xla_bridge"].jax_plugins = importlib.import_module("jax_plugins")
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__builtins__ = builtins
     sys.argv = [kind or what, *rest]
     if kind == "-m":
         runpy._run_module_as_main(what)
     elif kind == "-c":
-        if sys.version_info >= (3, 13):  # which shows the lines of such a program too
-            lines = [f"{line}\n" for line in what.splitlines()]
-            linecache.cache["<string>"] = len(what), None, lines, "<string>"
         exec(compile(what, "<string>", "exec", dont_inherit=True), main.__dict__)
     else:
         main.__file__ = os.path.abspath(what)
@@ -316,13 +290,16 @@ if __name__ == "__main__":
     BASE, VARIABLES = sys.path[1:], dict(os.environ)
     for name in IMPORTS:
         importlib.import_module(name)
-    Hidden(HIDDEN)
+    without_jax = {*os.environ}
+    for name in IMPORTS_OF_JAX:
+        importlib.import_module(name)
+    SET_BY_JAX = {name: value for name, value in os.environ.items() if name not in without_jax}
     import compiled_before  # its variables are those of each process
 
+    compiled_before.as_tests_do()
+    compiled_before.write_from_every_process()
     del sys.modules["compiled_before"]
-    QUIET = warnings.catch_warnings()
-    QUIET.__enter__()
-    warnings.simplefilter("ignore", RuntimeWarning)  # JAX warns of a fork; it has not started here
+    warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)  # by JAX, which has not started here
     # It ends when who asks it does.
     DISPOSITIONS = {
         each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

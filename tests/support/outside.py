@@ -31,14 +31,15 @@ def kept_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def extra() -> Callable[[str], Any]:
+def extra(pytestconfig: pytest.Config) -> Callable[[str], Any]:
     """`extra("grain")` is the module, `extra("v5e:4x4")` asks for the compiler of a topology. Where it is not installed the
-    test is skipped; `make all` installs all and runs every test with this fixture."""
+    test is skipped; `make all` installs all, and there it fails."""
+    ends = pytest.fail if pytestconfig.getoption("--with-extras") else pytest.skip
 
     def needed(name: str) -> Any:
         try:
             return check_installed(Topology.of(name)) if ":" in name else importlib.import_module(name)
         except (ImportError, JShardError) as error:
-            pytest.skip(f"an extra: {error}")
+            ends(f"an extra: {error}")
 
     return needed

@@ -62,14 +62,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item not in kept)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Any:
-    report = yield
-    if report.skipped and "extra" in item.keywords and item.config.getoption("--with-extras"):
-        report.outcome, report.longrepr = "failed", f"skipped where every extra is installed: {report.longrepr[2]}"
-    return report
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     within = item.config.getoption("--within")
     if within is not None and time.monotonic() - STARTED > within:

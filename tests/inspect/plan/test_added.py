@@ -96,6 +96,7 @@ def test_each_line_says_the_operation_and_its_place_and_the_last_who_added_how_m
     )
 
 
+@pytest.mark.seconds
 def test_what_is_compiled_for_devices_that_are_not_here_is_the_same(pure):
     on, ledger = pure
     absent = jshard.explain(jax.value_and_grad(loss, (0, 1)), *shapes(on.abstract_mesh))

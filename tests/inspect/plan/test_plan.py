@@ -100,6 +100,7 @@ def test_plan_is_a_page_and_a_document_and_is_looked_up_the_second_time(monkeypa
     assert ", cached (it took " in str(again)
 
 
+@pytest.mark.seconds
 def test_a_partitioned_program_is_looked_up_the_second_time_in_one_process():
     """Its number in this process is in the names of its scopes."""
     jshard.load({"jshard": {"mesh": {"data": 8}}, "all": {"row": "data", "match": ["**"]}})

@@ -123,6 +123,7 @@ def planned(text: str = YAML):
         return plan(lambda model, x: jnp.square(model(x)).mean(), model, x)  # for the topology of the configuration
 
 
+@pytest.mark.seconds
 def test_diff_of_two_plans_is_what_runs_on_either():
     one, same = planned(), planned(YAML.replace("up: {", "# a remark\nup: {"))
     assert jshard.diff(one, same).same

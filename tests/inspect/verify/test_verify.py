@@ -133,7 +133,7 @@ def test_verify_of_further_meshes():
     )
 
 
-@pytest.mark.quick("plain")
+@pytest.mark.seconds
 @pytest.mark.parametrize("wrap", [nnx.jit, lambda f: f], ids=["nnx.jit", "plain"])
 def test_verify_of_a_training_step_compares_what_it_leaves_behind(wrap):
     model = MLP(nnx.Rngs(0))

@@ -201,6 +201,7 @@ def cross_entropy_experiment(**train):
     return experiment(microbatches=2, optimizer={"name": "adamw", "clip": 0.01, "learning_rate": 0.1}, **train)
 
 
+@pytest.mark.seconds
 def test_two_steps_are_those_of_plain_flax_and_optax(plain_steps):
     verification = cross_entropy_experiment().verify()
     plain = verification.plain

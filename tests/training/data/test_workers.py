@@ -102,7 +102,7 @@ ELSEWHERE = {path for path in FILES if path.startswith(FOLDERS)} - {"configs/ado
 ELSEWHERE |= {"examples/gt/pipeline.yaml"}  # tests/layers/test_pieces.py
 
 
-@pytest.mark.quick("configs/digits.yaml")
+@pytest.mark.quick("configs/xor.yaml")
 @pytest.mark.parametrize("path", sorted({*FILES} - PARTS - ELSEWHERE))
 def test_what_check_accepts_train_runs(path, capsys):
     assert main(["check", path, "--trust", *MODELS.get(path, ())]) == 0
@@ -235,6 +235,7 @@ def test_arrays_travel_between_sets_of_workers_outside_programs(made):
     np.testing.assert_allclose(y, plain if made is layers_apart else 64.0, rtol=1e-6)
 
 
+@pytest.mark.quick("no backward-explain", "no backward-train", "backward-explain")
 @pytest.mark.parametrize("command", ["explain", "train"])
 @pytest.mark.parametrize(
     ("path", "words", "sentence"),
