@@ -79,7 +79,6 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     compiled_before.as_tests_do()
     compiled_before.compile_quickest()
-    compiled_before.share_what_asks_for_no_configuration()
     if sys.platform == "linux":
         subprocess.Popen = forked.Popen
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jshard
 from tests.support import compiled_before
 
 
@@ -49,30 +48,6 @@ def test_programs_that_differ_by_a_scope_are_one_unless_they_can_be_read(read, c
         program = jax.jit(jax.named_scope(name)(lambda x: jnp.sin(x) * 3.25))
         _ = program.lower(x).compile() if read else program(x)
     assert len(keys) == count
-
-
-@pytest.mark.skipif(os.environ["XLA_FLAGS"] != compiled_before.QUICK, reason="runs as users compile")
-def test_what_asks_for_no_configuration_is_one_program_under_all(monkeypatch):
-    """And what may ask for it is not."""
-    from jax._src.interpreters import mlir
-
-    names, lower = [], mlir.lower_jaxpr_to_module
-    monkeypatch.setattr(
-        mlir, "lower_jaxpr_to_module", lambda name, *of, **more: names.append(name) or lower(name, *of, **more)
-    )
-    mine = jax.jit(lambda x: jax.nn.silu(x) - 2)
-    x = jax.device_put(np.ones(7, np.float32))
-    for name in ("first", "second"):
-        jshard.load({"jshard": {"mesh": {name: 8}}, name: {"row": name}})
-        with jshard.signal(name):
-            x = jnp.mean(jnp.sin(x)) * jnp.arange(7.0) + jax.random.normal(jax.random.key(0), 7)
-        if name == "first":
-            before, once = len(names), mine(x)
-            assert names[before:] == ["jit(<lambda>)"]
-            before = len(names)
-    assert names[before:] == []
-    assert once.shape == mine(x).shape
-    assert names[before:] == ["jit(<lambda>)"]
 
 
 def test_program_is_the_same_in_a_context_that_was_used_before():

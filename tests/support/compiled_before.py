@@ -15,7 +15,6 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterator
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
@@ -186,51 +185,6 @@ def reuse_contexts() -> None:
     mlir.make_ir_context = make_ir_context
 
 
-def share_what_asks_for_no_configuration() -> None:
-    """An operation that runs by itself, or a function of `jax.numpy`, is one program under all configurations and signals. Both
-    belong to JAX's key of each: one that ran before was traced, lowered and read again. Not where the suite runs as users
-    compile."""
-    from jax._src import core, dispatch, pjit
-    from jax._src.interpreters import ad, batching
-
-    from jshard.signals.scope import outside
-
-    if os.environ["XLA_FLAGS"] != QUICK:
-        return
-    rooms = (*(f"jax._src.{room}." for room in ("numpy", "nn", "lax")), "jax._src.random", "jax._src.prng")
-    callable_, infer, run = dispatch.xla_primitive_callable, pjit._infer_params, pjit._run_python_pjit
-
-    def of_primitive(primitive: Any, **params: Any) -> Any:
-        if params.keys() & {"jaxpr", "call_jaxpr", "branches", "body_jaxpr"}:
-            return callable_(primitive, **params)
-        with outside():
-            return partial(alone, callable_(primitive, **params))
-
-    def alone(f: Any, *args: Any) -> Any:
-        with outside():
-            return f(*args)
-
-    def around(f: Any) -> Any:
-        """A function of JAX's is outside where it runs now: in no trace but a vmap or a gradient, as layers of a stack draw."""
-        trace = core.trace_ctx.trace
-        while isinstance(trace, batching.BatchTrace | ad.JVPTrace | ad.LinearizeTrace):
-            trace = trace.parent_trace
-        is_jax = (getattr(f, "__module__", None) or "").startswith(rooms)
-        return outside() if is_jax and isinstance(trace, core.EvalTrace) else contextlib.nullcontext()
-
-    def inferred(f: Any, *args: Any) -> Any:
-        with around(f):
-            return infer(f, *args)
-
-    def ran(p: Any, flat: Any, f: Any, *args: Any) -> Any:
-        with around(f):
-            return run(p, flat, f, *args)
-
-    for each in (of_primitive, alone, inferred, ran):  # no line of a program is here
-        each.__code__ = each.__code__.replace(co_filename=pjit.__file__)
-    dispatch.xla_primitive_callable, pjit._infer_params, pjit._run_python_pjit = of_primitive, inferred, ran
-
-
 def forget_traces() -> None:
     """What `jax.clear_caches` leaves: what JAX traced of a collective for its tangents holds itself by a constant in it."""
     from jax._src.interpreters.partial_eval import DynamicJaxprTrace
@@ -243,7 +197,7 @@ def forget_traces() -> None:
 def count_and_sweep(since: float) -> tuple[int, int]:
     """Return how many programs were compiled before a time and after it; remove those that are a week old."""
     PLACE.mkdir(parents=True, exist_ok=True)
-    times = list[float]()
+    times: list[float] = []
     for entry in os.scandir(PLACE):
         with contextlib.suppress(FileNotFoundError):  # another run has just moved or removed it
             written = entry.stat().st_mtime
