@@ -353,14 +353,14 @@ class Function(NamedTuple):
 def functions() -> list[Function]:
     """Return every function of the package."""
     return [
-        Function(module, node.name, (node.end_lineno or 0) - node.lineno + 1, tuple(annotations(node.args)))
+        Function(module, node.name, (node.end_lineno or 0) - node.lineno + 1, tuple(annotated(node.args)))
         for module in sorted(PACKAGE.rglob("*.py"))
         for node in ast.walk(ast.parse(module.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
 
 
-def annotations(of: ast.arguments) -> Iterator[str]:
+def annotated(of: ast.arguments) -> Iterator[str]:
     every = *of.posonlyargs, *of.args, *of.kwonlyargs, *filter(None, (of.vararg, of.kwarg))
     yield from (ast.unparse(each.annotation) for each in every if each.annotation is not None)
 
