@@ -60,7 +60,6 @@ def _forgotten():
     yield
     unload()
     jax.clear_caches()
-    compiled_before.forget_traces()
 
 
 @pytest.fixture

@@ -89,29 +89,22 @@ def compile_quickest() -> None:
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Compile interpreted kernels without optimization, hand the interpreter arrays that JAX has not placed on a device, and
-    let the race detector of JAX 0.10 compare two clocks in one step of NumPy. Not where the suite runs as users compile."""
+    """Compile interpreted kernels without optimization, and hand the interpreter arrays that JAX has not placed on a device.
+    Not where the suite runs as users compile."""
     import jax
     from jax._src import callback
-    from jax._src.pallas.mosaic.interpret import vector_clock
 
     if os.environ["XLA_FLAGS"] != QUICK:
         yield
         return
     unplaced = mock.patch.object(callback, "api", SimpleNamespace(device_put=lambda args, device: args))
-    quick = mock.patch.object(vector_clock, "ordered", _ordered) if OLD else contextlib.nullcontext()
     jax.config.update("jax_disable_most_optimizations", True)
     try:
-        with unplaced, quick:
+        with unplaced:
             yield
             jax.effects_barrier()
     finally:
         jax.config.update("jax_disable_most_optimizations", False)
-
-
-def _ordered(x: Any, y: Any) -> bool:
-    """One of two vector clocks is before the other: it is less somewhere, and nowhere more."""
-    return (b"\1" in (x < y).tobytes()) != (b"\1" in (y < x).tobytes())
 
 
 def name_what_is_read() -> None:
@@ -183,15 +176,6 @@ def reuse_contexts() -> None:
         return held.context
 
     mlir.make_ir_context = make_ir_context
-
-
-def forget_traces() -> None:
-    """What `jax.clear_caches` leaves: what JAX traced of a collective for its tangents holds itself by a constant in it."""
-    from jax._src.interpreters.partial_eval import DynamicJaxprTrace
-
-    for each in [info.func for info in weakref.finalize._registry.values()]:  # type: ignore[attr-defined]
-        if getattr(each, "__func__", None) is DynamicJaxprTrace.finalize_const:
-            each.__self__.invalidate()
 
 
 def count_and_sweep(since: float) -> tuple[int, int]:

@@ -41,6 +41,15 @@ READ_AT_ONCE = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "OPENBLAS_", "FLAX
 FOR_EACH = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}  # of these, the fork does as Python does
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 REAL = subprocess.Popen
+# What a fork can't do otherwise than this.
+USUAL: dict[str, Any] = {
+    "executable": None,
+    "preexec_fn": None,
+    "close_fds": True,
+    "shell": False,
+    "restore_signals": True,
+}
+USUAL |= {"gid": None, "gids": None, "uid": None, "umask": -1}
 PARAMETERS = [*inspect.signature(REAL._execute_child).parameters][1:]  # type: ignore[attr-defined]
 
 
@@ -70,21 +79,15 @@ class Popen(REAL):
     def _execute_child(self, *given: Any) -> None:
         of = dict(zip(PARAMETERS, given, strict=True))
         variables = dict(os.environ if of["env"] is None else of["env"])
-        usual = {"executable": None, "preexec_fn": None, "close_fds": True, "shell": False, "restore_signals": True}
-        usual |= {"gid": None, "gids": None, "uid": None, "umask": -1}
-        args, pass_fds = of["args"], of["pass_fds"]
-        if (
-            fresh
-            or "JSHARD_TESTS_FRESH" in variables
-            or isinstance(args, str | bytes | os.PathLike)
-            or any(of[name] != value for name, value in usual.items())
-            or not os.path.isdir(of["cwd"] or ".")
-            or program([os.fspath(word) for word in args], variables) is None
-        ):
+        as_ever = fresh or "JSHARD_TESTS_FRESH" in variables or any(of[name] != value for name, value in USUAL.items())
+        as_ever = as_ever or isinstance(of["args"], str | bytes | os.PathLike) or not os.path.isdir(of["cwd"] or ".")
+        words = [] if as_ever else [os.fspath(word) for word in of["args"]]
+        if as_ever or program(words, variables) is None:
             return super()._execute_child(*given)
+        pass_fds = of["pass_fds"]
         streams = [of[name] if of[name] != -1 else own for own, name in enumerate(("p2cread", "c2pwrite", "errwrite"))]
         message = {
-            "words": [os.fspath(word) for word in args],
+            "words": words,
             "variables": variables,
             "folder": os.path.abspath(of["cwd"] or "."),
             "session": of["start_new_session"],
@@ -99,17 +102,17 @@ class Popen(REAL):
 
 def program(words: Sequence[str], variables: Mapping[str, str]) -> tuple[str, str, list[str], bool] | None:
     """Return `("-m" | "-c" | "", what, its words, whether its folder is left out)`; None where a fork is no such process."""
-    match _without_warnings(words):
+    plain = _without_warnings(words)
+    apart = plain[1:2] == ["-P"]
+    match [plain[0], *plain[1 + apart :]]:
         case [sys.executable, "-I", "-S", script, *rest] if script.endswith("parent_death.py"):
             found = "", script, rest, True
         case [sys.executable, "-c", text, *rest]:
-            found = "-c", text, rest, False
-        case [sys.executable, "-m", module, *rest] | [sys.executable, "-P", "-m", module, *rest]:
-            if module.partition(".")[0] not in MODULES:
-                return None
-            found = "-m", module, rest, words[-len(rest) - 3] == "-P"
-        case [sys.executable, script, *rest] | [sys.executable, "-P", script, *rest] if not script.startswith("-"):
-            found = "", script, rest, words[-len(rest) - 2] == "-P"
+            found = "-c", text, rest, apart
+        case [sys.executable, "-m", module, *rest] if module.partition(".")[0] in MODULES:
+            found = "-m", module, rest, apart
+        case [sys.executable, script, *rest] if not script.startswith("-"):
+            found = "", script, rest, apart
         case _:
             return None
     had = _server().variables
@@ -145,8 +148,8 @@ def _read_variables_of_jax(before: Mapping[str, str]) -> None:
     for name, (kind, *_) in config.meta.items():
         text = os.environ.get(variable := name.upper())
         if text not in (None, before.get(variable)) and variable not in compiled_before.OF_NEW_PROCESSES:
-            known = {int: int, float: float, bool: lambda text: text.lower() in ("y", "yes", "t", "true", "on", "1")}
-            config.update(name, known.get(kind, str)(text))
+            read = {int: int, float: float, bool: lambda text: text.lower() in ("y", "yes", "t", "true", "on", "1")}
+            config.update(name, read.get(kind, str)(text))
 
 
 def _read_late(variables: Mapping[str, str]) -> None:

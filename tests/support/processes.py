@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -36,7 +35,6 @@ def run(
     *words: object,
     devices: int = 1,
     timeout: float = 180,
-    environment: Mapping[str, str] | None = None,
     fails: bool = False,
     hashes: bool = False,
 ) -> list[Finished]:
@@ -51,7 +49,6 @@ def run(
         "JAX_NUM_PROCESSES": str(count),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         **({"PYTHONHASHSEED": "random", "JSHARD_TESTS_FRESH": "1"} if hashes else {}),
-        **(environment or {}),
     }
     printed = [(tempfile.TemporaryFile(), tempfile.TemporaryFile()) for _ in range(count)]  # which never fill up
     started = [
