@@ -391,7 +391,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_each_way_to_train_equals_plain_flax_rests_split_and_compiles_once(name, kind):
     expected = list(WAYS[name](Way(nnx.jit, nnx.value_and_grad)))
@@ -477,6 +477,7 @@ def test_donated_memory_is_that_of_models_and_optimizers_and_only_where_asked():
         evaluated(model, x)
 
 
+@pytest.mark.seconds
 def test_explain_verify_and_lower_take_a_step_and_list_the_collectives_of_its_loss():
     placed()
     (model, optimizer), compiled, (x, y) = objects(), jshard.jit(step), batch(0)

@@ -101,7 +101,7 @@ def test_parameters_optimizer_and_streams_have_the_bits_of_plain_creation(loaded
     assert_same_numbers(optimizer, nnx.Optimizer(plain, optax.adamw(1e-2), wrt=nnx.Param))
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.seconds
 def test_a_created_model_trains_as_a_plain_one_and_rests_split(loaded):
     losses = []
     for create in (jshard.create, lambda f, *args, **kwargs: f(*args, **kwargs)):

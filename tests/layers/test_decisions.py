@@ -79,6 +79,7 @@ blocks/mlp/up/kernel, float32[4,256,640], claimed by columns (configs/lm/english
 """
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("word", "found"), [
     ("up/kernel", LINES), ("blocks/mlp/u*/kernel", LINES),
     ("*/up/bias", "'*/up/bias' is not a claimed parameter of this program; write one of "),

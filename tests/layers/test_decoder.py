@@ -134,7 +134,7 @@ FORMULA = {
 }  # fmt: skip
 
 
-@pytest.mark.quick("data")
+@pytest.mark.seconds
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_decoder_asks_for_what_the_formula_says(alone, plan):
     batch = alone[0]

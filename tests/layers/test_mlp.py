@@ -137,7 +137,7 @@ def stack(make, count):
     return create(nnx.Rngs(0))
 
 
-@pytest.mark.quick("sequence-remat")
+@pytest.mark.seconds
 @pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
 @pytest.mark.parametrize("name", ["rows", "sequence"])
 def test_blocks_under_scan_cost_that_many_times_one(name, remat):

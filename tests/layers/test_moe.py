@@ -98,6 +98,7 @@ def test_a_capacity_drops_some_tokens():
     assert reference("capacity")[0] != reference("dropless")[0]
 
 
+@pytest.mark.seconds
 def test_a_dropless_view_has_room_for_all_and_stays_one():
     view = nnx.view(layer("capacity"), dropless=True)
     np.testing.assert_array_equal(view(X), layer("dropless")(X))

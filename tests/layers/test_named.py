@@ -96,7 +96,7 @@ def axes(variable):
     return Layout.of(variable.get_value()).axes
 
 
-@pytest.mark.quick("tensor and fsdp")
+@pytest.mark.seconds
 @pytest.mark.parametrize("more", ["", ", store: data"], ids=["tensor", "tensor and fsdp"])
 def test_one_file_gives_the_same_loss_gradients_and_places_both_ways(both, more):
     jshard.unload()

@@ -117,6 +117,7 @@ class Stack(nnx.Module):
         return self.blocks(x)
 
 
+@pytest.mark.seconds
 def test_in_stages_they_are_too():
     own = by_vjp(multiplied)
     expected = nnx.jit(accumulated(loss))(Stack(own, rngs=nnx.Rngs(0)), X)

@@ -330,6 +330,7 @@ def test_remat_full_computes_the_last_of_layers_that_are_gathered_ahead_again():
     assert barriers(remat="full") == barriers(remat="products") + 1 == barriers() + 1
 
 
+@pytest.mark.seconds
 def test_gradients_of_layers_of_two_equal_kernels_stand_whole_and_leave_a_layer_late():
     """Half of such a layer is multiplied first: behind the last of its gradients nothing would hide a scatter."""
 

@@ -174,6 +174,7 @@ def test_function_keeps_its_configuration_whatever_its_module_loads(capsys):
     assert "mlp.yaml:4" in out and "rows.yaml" not in out
 
 
+@pytest.mark.seconds
 def test_function_is_planned_as_python_plans_it(capsys):
     status, out, _ = typed(capsys, "plan", "mine:loss", "--config", "mlp.yaml", *ARGS, "--json")
     document = json.loads(out)

@@ -129,6 +129,7 @@ def test_step_of_sgd_is_bitwise_without_any_stand_in(plain_steps):
     )
 
 
+@pytest.mark.seconds
 def test_step_of_adamw_tells_which_lines_stand_ins_prove():
     verification = experiment().verify()
     told = by_name(verification)

@@ -76,7 +76,7 @@ def names(spec: P) -> tuple[str, ...]:
     return (first,) if isinstance(first, str) else first or ()
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 @pytest.mark.parametrize(
     "spec", [P(), P("data"), P(None, "tensor"), P("data", "tensor"), P(("data", "tensor"))], ids=str

@@ -274,6 +274,7 @@ def test_a_clip_by_the_norm_of_split_gradients_is_that_of_whole_ones():
 P = jax.P
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 @pytest.mark.parametrize(
     "specs",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 
 import jax
@@ -110,19 +111,17 @@ def assert_state_lies(name, tx, optimizer):
     cases.assert_lies(optimizer.step[...], P())
 
 
-@pytest.fixture(scope="module")
-def unsharded():
-    """20 losses and the parameters after them, in plain Flax and optax on one device."""
-    found = {}
-    for name, tx in TX.items():
-        model = jshard.MLP(16, 32, 8, rngs=nnx.Rngs(0))  # no configuration: plain Flax
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        step = nnx.jit(train)
-        x, y = cases.numbers((8, 16)), cases.numbers((8, 8), 1)
-        losses = [float(step(model, optimizer, x, y)) for _ in range(20)]
-        assert losses[-1] < losses[0]
-        found[name] = losses, nnx.to_pure_dict(nnx.state(model))
-    return found
+@functools.cache
+def unsharded(tx):
+    """Return 20 losses and the parameters after them, in plain Flax and optax on one device."""
+    jshard.unload()
+    model = jshard.MLP(16, 32, 8, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX[tx], wrt=nnx.Param)
+    step = nnx.jit(train)
+    x, y = cases.numbers((8, 16)), cases.numbers((8, 8), 1)
+    losses = [float(step(model, optimizer, x, y)) for _ in range(20)]
+    assert losses[-1] < losses[0]
+    return losses, nnx.to_pure_dict(nnx.state(model))
 
 
 @pytest.mark.quick("store-adamw-layers-auto")
@@ -137,15 +136,16 @@ def unsharded():
         ("store optimizer", "adamw", "jit", "auto"),
     ],
 )
-def test_twenty_steps_equal_unsharded_and_state_lies_as_parameters_do(name, tx, door, axis_types, unsharded):
+def test_twenty_steps_equal_unsharded_and_state_lies_as_parameters_do(name, tx, door, axis_types):
+    expected, parameters = unsharded(tx)
     with cases.loaded(configuration(name, axis_types)):
         model, optimizer = made(TX[tx])
         assert_state_lies(name, tx, optimizer)
         step, args = DOORS[door](model, optimizer), batch()
         losses = [float(step(*args)) for _ in range(20)]
-        np.testing.assert_allclose(losses, unsharded[tx][0], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(losses, expected, rtol=1e-4, atol=1e-6)
         close = lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=2e-4)
-        jax.tree.map(close, nnx.to_pure_dict(nnx.state(model)), unsharded[tx][1])
+        jax.tree.map(close, nnx.to_pure_dict(nnx.state(model)), parameters)
         assert_state_lies(name, tx, optimizer)
         for layer, specs in LIES[name][0].items():
             for parameter, spec in zip(("kernel", "bias"), specs, strict=True):
@@ -281,8 +281,9 @@ def test_the_mend_works():
 def test_where_nothing_is_split_any_optimizer_works_inside_step():
     with cases.loaded({"jshard": {"mesh": {"data": 2}}, "up": {"row": "data"}, "down": {"row": "data"}}):
         model, optimizer = made(TX["adafactor"])
-        first = float(in_one_shard_map(train)(model, optimizer, *batch()))
-        assert float(in_one_shard_map(train)(model, optimizer, *batch())) < first
+        step = in_one_shard_map(train)
+        first = float(step(model, optimizer, *batch()))
+        assert float(step(model, optimizer, *batch())) < first
 
 
 # -- other ways to hold it --
