@@ -389,3 +389,35 @@ def test_floors_parameters_have_types(rooms, most):
 def test_floors_the_list_of_mutants_names_files():
     named = [line[1:-1] for line in Path(".ci/mutants.txt").read_text().splitlines() if line.startswith("[")]
     assert [name for name, times in collections.Counter(named).items() if times > 1 or not Path(name).is_file()] == []
+
+
+# Files outside of programs/jaxprs.py that read the equations of a jaxpr themselves, each with its reason: at most five.
+READS_EQUATIONS: tuple[str, ...] = ()
+
+
+def equations_read(package: Path) -> list[str]:
+    """The places where the field `eqns` of a jaxpr is read, or replaced."""
+    found = []
+    for module in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(module.read_text())):
+            match node:
+                case ast.Attribute(attr="eqns") | ast.keyword(arg="eqns"):
+                    found.append(f"{module.relative_to(package)}:{node.lineno}")
+                case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant("eqns"), *_]):
+                    found.append(f"{module.relative_to(package)}:{node.lineno}")
+    return found
+
+
+def test_floors_jaxprs_alone_read_the_equations_of_a_jaxpr():
+    """Others evaluate, follow and cut programs by its words."""
+    allowed = ("programs/jaxprs.py", *READS_EQUATIONS)
+    assert [place for place in equations_read(PACKAGE) if place.rpartition(":")[0] not in allowed] == []
+    assert len(READS_EQUATIONS) <= 5
+
+
+@pytest.mark.parametrize(
+    "text", ["jaxpr.eqns", "getattr(jaxpr, 'eqns', ())", "hasattr(jaxpr, 'eqns')", "jaxpr.replace(eqns=[])"]
+)
+def test_floors_planted_reader_of_equations_is_found(tmp_path, text):
+    (tmp_path / "planted.py").write_text(text)
+    assert equations_read(tmp_path) == ["planted.py:1"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -23,7 +24,7 @@ from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import with_axis_types
 from jshard.layouts.paths import keys_of
 from jshard.layouts.redistribution import replicated
-from jshard.programs.jaxprs import ClosedJaxpr, bound
+from jshard.programs.jaxprs import ClosedJaxpr, Eqn, bound, evaluate, makers
 from jshard.programs.provenance import line_here
 from jshard.signals.active_config import configuration, mesh, on_mesh
 from jshard.signals.scope import signal, signal_here, tensor_layout
@@ -193,32 +194,33 @@ class Recipe:
     jaxpr: Any
     operands: Sequence[Any]
     # the variables of the operands that are arrays, and of all small arrays computed from them
-    known: Mapping[Any, Any]
+    known: dict[Any, Any]
 
     @classmethod
     def of(cls, name: str, closed: ClosedJaxpr, operands: Sequence[Any]) -> Recipe:
         """Make a recipe, and compute its small arrays."""
         jaxpr = closed.jaxpr
-        values = [*zip(jaxpr.constvars, closed.consts, strict=True), *zip(jaxpr.invars, operands, strict=True)]
-        known = {variable: x for variable, x in values if not isinstance(x, jax.ShapeDtypeStruct)}
-        for eqn in jaxpr.eqns:
-            is_known = all(hasattr(atom, "val") or atom in known for atom in eqn.invars)
-            if is_known and sum(variable.aval.size for variable in eqn.outvars) <= SMALL:
-                known |= zip(eqn.outvars, bound(eqn, [_read(atom, known) for atom in eqn.invars]), strict=True)
-        return cls(name, jaxpr, operands, known)
+        known = dict[Any, Any]()
+
+        def step(eqn: Eqn, xs: list[Any]) -> Sequence[Any]:
+            is_known = not any(x is None for x in xs) and sum(variable.aval.size for variable in eqn.outvars) <= SMALL
+            return bound(eqn, xs) if is_known else [None] * len(eqn.outvars)
+
+        evaluate(closed, [None if isinstance(x, jax.ShapeDtypeStruct) else x for x in operands], step, known=known)
+        return cls(name, jaxpr, operands, {variable: x for variable, x in known.items() if x is not None})
 
     @functools.cached_property
     def source(self) -> dict[Any, Any]:
         """The equation that computes each variable."""
-        return {variable: eqn for eqn in self.jaxpr.eqns for variable in eqn.outvars}
+        return makers(self.jaxpr)
 
     def result(self, number: int) -> Any:
         """Compute one result from the arrays that are known, in a trace."""
-        values, unmade = dict[Any, Any](), dict(zip(self.jaxpr.invars, self.operands, strict=True))
+        values, unmade = ChainMap[Any, Any]({}, self.known), dict(zip(self.jaxpr.invars, self.operands, strict=True))
 
         def value(atom: Any) -> Any:
-            if hasattr(atom, "val") or atom in self.known:
-                return _read(atom, self.known)
+            if hasattr(atom, "val"):
+                return atom.val
             if atom not in values:
                 if atom in unmade:
                     values[atom] = unmade[atom].drawn()
@@ -228,10 +230,6 @@ class Recipe:
             return values[atom]
 
         return value(self.jaxpr.outvars[number])
-
-
-def _read(atom: Any, values: Mapping[Any, Any]) -> Any:
-    return atom.val if hasattr(atom, "val") else values[atom]
 
 
 class Uncreated(jax.ShapeDtypeStruct):

@@ -12,7 +12,7 @@ from jshard.errors import JShardError
 from jshard.layers.layer import built_arrays
 from jshard.layers.strategy import check_kernels
 from jshard.layouts.mesh import is_explicit
-from jshard.programs.jaxprs import Eqn, Jaxpr, bare, bodies, run
+from jshard.programs.jaxprs import Eqn, Jaxpr, bare, bodies, evaluate
 from jshard.programs.provenance import Cause, source_of
 from jshard.signals.active_config import configuration, mesh
 from jshard.signals.claims import Claim, claims, staged
@@ -138,7 +138,8 @@ class _Walk:
 
     def run(self, jaxpr: Jaxpr, sources: Sequence[Source], around: Cause) -> list[Source]:
         step = lambda eqn, operands: self.results(eqn, operands, around.inside(eqn.source_info.name_stack.stack))
-        return run(jaxpr, [*[frozenset()] * len(jaxpr.constvars), *sources], step, constant=lambda literal: frozenset())
+        given = [*[frozenset()] * len(jaxpr.constvars), *sources]
+        return evaluate(jaxpr, given, step, constant=lambda literal: frozenset())
 
     def results(self, eqn: Eqn, sources: list[Source], here: Cause) -> list[Source]:
         if not any(sources):  # no parameter goes in

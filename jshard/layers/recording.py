@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,7 +21,7 @@ from jshard.layers.creating import Uncreated
 from jshard.layers.roles import Placed
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import redistribute
-from jshard.programs.jaxprs import Jaxpr, OpenJaxpr, bare, bodies
+from jshard.programs.jaxprs import Eqn, Jaxpr, bare, bodies, flow
 
 MARK = "jshard at rest "
 
@@ -63,7 +63,7 @@ class Recording:
     def of_arguments(self, jaxpr: Jaxpr) -> dict[int, Taken]:
         """Return how the trace takes its arguments, by their numbers."""
         found: dict[int, int] = {}
-        _follow(bare(jaxpr), {v: number for number, v in enumerate(bare(jaxpr).invars)}, found)
+        _follow(jaxpr, range(len(bare(jaxpr).invars)), found)
         return {argument: self.found[mark] for argument, mark in found.items()}
 
 
@@ -81,20 +81,20 @@ def recording() -> Iterator[Recording]:
         _recording.reset(token)
 
 
-def _follow(jaxpr: OpenJaxpr, source: dict[Any, int], found: dict[int, int]) -> None:
+def _follow(program: Jaxpr, sources: Sequence[int | None], found: dict[int, int]) -> None:
     """Follow arguments to their first marks, through calls, loops, and operations that keep the shape."""
-    for eqn in jaxpr.eqns:
-        operands = {at: source[v] for at, v in enumerate(eqn.invars) if not hasattr(v, "val") and v in source}
-        if not operands:
-            continue
-        first = next(iter(operands))
+
+    def step(eqn: Eqn, sources: list[int | None]) -> list[int | None]:
+        source = next((number for number in sources if number is not None), None)
+        if source is None:
+            return [None] * len(eqn.outvars)
         if eqn.primitive.name == "name" and eqn.params["name"].startswith(MARK):
-            found.setdefault(operands[first], int(eqn.params["name"].removeprefix(MARK)))
-        for inner, given in bodies(eqn, range(len(eqn.invars))):
-            pairs = (
-                (v, eqn.invars[at], operands[at]) for v, at in zip(inner.invars, given, strict=True) if at in operands
-            )
+            found.setdefault(source, int(eqn.params["name"].removeprefix(MARK)))
+        for inner, given in bodies(eqn, [*zip(eqn.invars, sources, strict=True)]):
+            pairs = zip(inner.invars, given, strict=True)
             # the slices that a scan runs over have other shapes
-            _follow(inner, {v: number for v, of, number in pairs if v.aval.shape == of.aval.shape}, found)
-        if len(eqn.outvars) == 1 and eqn.outvars[0].aval.shape == eqn.invars[first].aval.shape:
-            source.setdefault(eqn.outvars[0], operands[first])
+            _follow(inner, [n if v.aval.shape == of.aval.shape else None for v, (of, n) in pairs], found)
+        shape = eqn.invars[sources.index(source)].aval.shape
+        return [source if eqn.outvars[1:] == [] and v.aval.shape == shape else None for v in eqn.outvars]
+
+    flow(program, sources, step, None, inside=False)

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jshard.kernels.gather_scatter import gather_kernel
 from jshard.kernels.kernel_traffic import declared
-from jshard.programs.jaxprs import CALLS, bare
+from jshard.programs.jaxprs import CALLS, is_jaxpr, level
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -91,10 +91,10 @@ def _is_not_gathered(primitive: Any, *operands: Any, **params: Any) -> bool:
         return False
     if name == "pallas_call":
         return (declared(params) or {}).get("op") != "all_gather"
-    jaxpr = bare(params.get(CALLS.get(name, "")))
-    if not hasattr(jaxpr, "eqns"):
+    jaxpr = params.get(CALLS.get(name, ""))
+    if not is_jaxpr(jaxpr):
         return name not in GATHERED
-    inside = (eqn for eqn in jaxpr.eqns if eqn.primitive.name != "convert_element_type")  # to gather in another dtype
+    inside = (eqn for eqn in level(jaxpr) if eqn.primitive.name != "convert_element_type")  # to gather in another dtype
     return any(_is_not_gathered(e.primitive, *(atom.aval for atom in e.invars), **e.params) for e in inside)
 
 

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jshard.errors import JShardError
 from jshard.layouts.layout import Layout
 from jshard.layouts.mesh import is_explicit, with_axis_types
-from jshard.programs.jaxprs import Jaxpr, bound, closed_over, part_of, run
+from jshard.programs.jaxprs import Jaxpr, bound, closed_over, cut, evaluate, is_in, level, makers, outline
 
 
 def create(
@@ -32,13 +32,15 @@ def create(
 def create_by(drawn: Callable[[], jax.Array], layout: Layout) -> jax.Array:
     """Compute `drawn()` by shards, with the bits of a single device outside jit. Equal layers
     differ only in the arrays read by `drawn`, and share a program."""
-    jaxpr, consts = closed_over(jax.make_jaxpr(drawn)())
+    program, consts = closed_over(jax.make_jaxpr(drawn)())
+    jaxpr, read = cut(program, program.outvars)  # without dead equations, whose factors no equation would make
+    consts = [consts[n] for n in read]
     shape = jaxpr.outvars[0].aval.shape
     for factor in _factors(jaxpr):
         where = layout if factor.aval.shape == shape else Layout(layout.mesh, *((),) * factor.aval.ndim)
-        consts.append(_created(part_of(jaxpr, jaxpr.eqns, jaxpr.invars, [factor]), consts, where))
-        others = [eqn for eqn in jaxpr.eqns if factor not in eqn.outvars]
-        jaxpr = part_of(jaxpr, others, [*jaxpr.invars, factor], jaxpr.outvars)
+        (before, read), (jaxpr, left) = cut(jaxpr, [factor]), cut(jaxpr, jaxpr.outvars, [factor])
+        made = _created(before, [consts[n] for n in read], where)
+        consts = [*(consts[n] for n in left), made]
     return typed_as(_created(jaxpr, consts, layout), layout.sharding)
 
 
@@ -48,10 +50,11 @@ def _created(jaxpr: Jaxpr, consts: Sequence[Any], layout: Layout) -> jax.Array:
 
 def _factors(jaxpr: Any) -> list[Any]:
     """Return the arrays made by an equation and added by another: XLA for CPUs would round only once."""
-    made = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if len(eqn.outvars) == 1 and eqn.outvars[0].aval.ndim}
-    added = [v for eqn in jaxpr.eqns if eqn.primitive.name in ("add", "sub") for v in eqn.invars]
-    is_factor = lambda v: not hasattr(v, "val") and v in made and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-    return [v for v in dict.fromkeys(filter(is_factor, added)) if made[v].primitive.name not in ("add", "sub")]
+    made, sums = makers(jaxpr), ("add", "sub")
+    added = [v for eqn in level(jaxpr) if eqn.primitive.name in sums for v in eqn.invars]
+    is_factor = lambda v: is_in(v, made) and v.aval.ndim and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    factors = [v for v in dict.fromkeys(filter(is_factor, added)) if len(made[v].outvars) == 1]
+    return [v for v in factors if made[v].primitive.name not in sums]
 
 
 def check_shape(shape: tuple[int, ...]) -> None:
@@ -70,19 +73,9 @@ class _Drawing:
 
 def _identity(jaxpr: Jaxpr) -> Any:
     """Return an identity for programs, equal for programs with different constants."""
-    numbers: dict[Any, int] = {}
-
-    def name(atom: Any) -> Any:
-        if hasattr(atom, "val"):
-            return atom.aval, np.asarray(atom.val).tobytes()
-        return numbers.setdefault(atom, len(numbers))
-
-    each = lambda eqn: (*map(name, eqn.invars), *map(name, eqn.outvars))
-    inputs = tuple((name(variable), variable.aval) for variable in jaxpr.invars)
     # An id stays unique: the compiled program keeps its object alive.
     known = lambda value: value if is_hashable(value) else (type(value), id(value))
-    equations = tuple((eqn.primitive, tuple(map(known, eqn.params.values())), *each(eqn)) for eqn in jaxpr.eqns)
-    return inputs, equations, *map(name, jaxpr.outvars)
+    return outline(jaxpr, lambda eqn: (eqn.primitive, *map(known, eqn.params.values())))
 
 
 def is_hashable(value: object) -> bool:
@@ -143,7 +136,7 @@ def _step_by_step(jaxpr: Jaxpr, xs: Sequence[Any]) -> list[Any]:
     """Run a jaxpr with every operation rounded as if it ran alone. XLA would fold constants of a
     whole program, and draw numbers with another last bit than Flax."""
     apart = jax.lax.optimization_barrier
-    return run(
+    return evaluate(
         jaxpr,
         xs,
         lambda eqn, given: apart(tuple(bound(eqn, given))),

@@ -6,11 +6,10 @@ import dataclasses
 import math
 from typing import Any
 
-from jax.interpreters import partial_eval
 from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
-from jshard.programs.jaxprs import Jaxpr, bare, inner
+from jshard.programs.jaxprs import Jaxpr, inner, level, pruned
 from jshard.programs.provenance import Cause, often, said
 
 
@@ -40,22 +39,20 @@ class Flops:
 def arithmetic_of(jaxpr: Jaxpr, *, remat: bool = True) -> Flops:
     """Count the FLOPs of products and convolutions, and FLOPs declared by kernels. Recomputation by
     `jax.checkpoint` counts only with `remat`. Of a pipeline's stages, the largest count is returned."""
-    found = _counted(jaxpr, Flops(remat=remat))
-    others = (_counted(jaxpr, Flops(remat=remat, stage=stage)) for stage in range(1, found.stages))
-    return max((found, *others), key=lambda each: each.total)
+    live = pruned(jaxpr).jaxpr  # a derivative may hold products that nothing reads
 
+    def counted(stage: int) -> Flops:
+        found = Flops(remat=remat, stage=stage)
+        _walk(live, 1, found, manual=False)
+        return found
 
-def _counted(jaxpr: Any, found: Flops) -> Flops:
-    jaxpr = bare(jaxpr)
-    # A derivative may have unused products.
-    live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    _walk(live, 1, found, manual=False)
-    return found
+    first = counted(0)
+    return max((first, *map(counted, range(1, first.stages))), key=lambda each: each.total)
 
 
 def _walk(jaxpr: Any, times: int, found: Flops, *, manual: bool, before: int = 1) -> None:
     """Count the equations of a jaxpr that runs `times` times, in a loop that runs `before` times."""
-    for eqn in jaxpr.eqns:
+    for eqn in level(jaxpr):
         name, stack = eqn.primitive.name, eqn.source_info.name_stack
         if not found.remat and ("rematted_computation" in str(stack) or Cause().inside(stack.stack).remat):
             continue
@@ -77,16 +74,16 @@ def _walk(jaxpr: Any, times: int, found: Flops, *, manual: bool, before: int = 1
         elif name == "multiplied":  # beside a GPU kernel, with its count
             found.add(eqn.invars[0].aval.dtype, float(times * eqn.params["flops"]), in_kernel=True)
         elif name == "scan":
-            _walk(bare(eqn.params["jaxpr"]), times * eqn.params["length"], found, manual=manual, before=times)
+            _walk(eqn.params["jaxpr"], times * eqn.params["length"], found, manual=manual, before=times)
         elif name == "while":
             found.unknown = True
-            _walk(bare(eqn.params["body_jaxpr"]), times, found, manual=manual)
+            _walk(eqn.params["body_jaxpr"], times, found, manual=manual)
         elif name == "cond":
             branches = [Flops(remat=found.remat, stage=found.stage) for _ in eqn.params["branches"]]
             counts = often(said(stack.stack, "times"))
             count = int(before * counts[found.stage if len(counts) > 1 else 0]) if counts else times
             for each, branch in zip(branches, eqn.params["branches"], strict=True):
-                _walk(bare(branch), count, each, manual=manual, before=before)
+                _walk(branch, count, each, manual=manual, before=before)
             longest = max(branches, key=lambda each: each.total)
             for dtype, flops in longest.flops.items():
                 found.add(dtype, flops - longest.in_kernels.get(dtype, 0.0))

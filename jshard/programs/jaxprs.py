@@ -1,19 +1,23 @@
-"""Walking a jaxpr: its equations, and the jaxprs that lie in their parameters."""
+"""One set of tools for jaxprs: their equations, who makes and who reads each variable, an evaluator, a dataflow, a cutter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+import collections
+import functools
+import operator
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import jax
 import numpy as np
+from jax._src.source_info_util import NameStack
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 T = TypeVar("T")
+Fact = TypeVar("Fact")  # with `|`, as sets and booleans have it
 Tree = Any  # arrays in lists, tuples and dicts, as JAX takes them
 ClosedJaxpr = core.ClosedJaxpr
-Atom = core.Var | core.Literal
-Jaxpr = core.Jaxpr | core.ClosedJaxpr  # open or closed
 Shaped = jax.Array | np.ndarray | jax.ShapeDtypeStruct  # an array, or the shape of one
 
 
@@ -32,29 +36,21 @@ class Eqn(Protocol):
     def replace(self) -> Callable[..., Any]: ...
 
 
-class OpenJaxpr(Protocol):
-    """A program without its constants, as `jax.extend.core.Jaxpr`."""
+OpenJaxpr = core.Jaxpr
+Jaxpr = core.Jaxpr | core.ClosedJaxpr  # open or closed
 
-    constvars: list[Any]
-    invars: list[Any]
-    outvars: list[Any]
-    eqns: list[Any]
-    debug_info: Any
-
-    @property
-    def replace(self) -> Callable[..., Any]: ...
-
-
+FOLDED = "folded"  # equal equations of several layers: each layer is a call of one program
 # Primitives that call a jaxpr on their operands one by one, and the parameter that holds it.
 CALLS = {
     "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "checkpoint": "jaxpr",
     "remat2": "jaxpr", "remat": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr", "custom_lin": "call_jaxpr", "custom_vmap_call": "call", "by_hand": "jaxpr",
-    "folded": "jaxpr",
+    FOLDED: "jaxpr",
 }  # fmt: skip
 
 CHECKPOINTS = frozenset(("checkpoint", "remat", "remat2"))  # a policy around one would take the place of its own
 LOOPS = frozenset(("scan", "while"))
+NO_SCOPES = NameStack()
 
 
 def bare(jaxpr: Any) -> Any:
@@ -62,12 +58,29 @@ def bare(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
+def is_jaxpr(value: object) -> TypeGuard[Jaxpr]:
+    return hasattr(bare(value), "eqns")
+
+
 def inner(eqn: Eqn) -> Iterator[Any]:
     """The jaxprs that one equation runs: bodies, branches, calls."""
     for value in eqn.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(bare(each), "eqns"):
+            if is_jaxpr(each):
                 yield bare(each)
+
+
+def level(program: Jaxpr) -> list[Any]:
+    """Return the equations of a program, without those inside of them."""
+    return bare(program).eqns
+
+
+def equations(program: Jaxpr) -> Iterator[Any]:
+    """Yield every equation in program order, those of loops and branches where they stand."""
+    for eqn in level(program):
+        yield eqn
+        for each in inner(eqn):
+            yield from equations(each)
 
 
 def holds(jaxpr: Jaxpr, primitives: Collection[str]) -> bool:
@@ -78,7 +91,7 @@ def holds(jaxpr: Jaxpr, primitives: Collection[str]) -> bool:
 def called(eqn: Eqn) -> Any:
     """The jaxpr, closed or not, that an equation calls on its operands; None where it calls none."""
     found = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
-    return found if hasattr(bare(found), "eqns") else None
+    return found if is_jaxpr(found) else None
 
 
 def bodies(eqn: Eqn, operands: Sequence[T]) -> Iterator[tuple[Any, list[T]]]:
@@ -107,9 +120,38 @@ def is_in(atom: object, some: Container[Any]) -> bool:
     return not hasattr(atom, "val") and atom in some
 
 
+def entry(table: Mapping[Any, T], atom: Any) -> T | None:
+    """Return what a table has for a variable; None for a literal, and for others."""
+    return None if hasattr(atom, "val") else table.get(atom)
+
+
 def read_by(eqns: Iterable[Any]) -> set[Any]:
     """The variables that are operands of some equations."""
     return {atom for eqn in eqns for atom in variables(eqn.invars)}
+
+
+def makers(program: Jaxpr) -> dict[Any, Any]:
+    """Return the equation that makes each variable of one level."""
+    return {variable: eqn for eqn in level(program) for variable in eqn.outvars}
+
+
+def uses(program: Jaxpr) -> Mapping[Any, list[Any]]:
+    """Return the equations that read each variable of one level, in program order; None is the end, which reads the results."""
+    found = collections.defaultdict[Any, list[Any]](list)
+    for eqn in (*level(program), None):
+        for variable in variables(bare(program).outvars if eqn is None else eqn.invars):
+            found[variable].append(eqn)
+    return found
+
+
+# -- programs of some equations of others --
+
+
+class Piece(NamedTuple):
+    """Some of a program, and the numbers of the program's inputs that go into it."""
+
+    jaxpr: Any
+    inputs: list[int]
 
 
 def part_of(jaxpr: Any, eqns: Iterable[Any], inputs: Iterable[Any], results: Iterable[Any]) -> Any:
@@ -118,30 +160,166 @@ def part_of(jaxpr: Any, eqns: Iterable[Any], inputs: Iterable[Any], results: Ite
     return type(jaxpr)([], list(inputs), list(results), list(eqns), debug_info=names)
 
 
-def equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Every equation in program order, those of loops and branches where they stand."""
-    for eqn in bare(jaxpr).eqns:
-        yield eqn
-        for each in inner(eqn):
-            yield from equations(each)
+def cut(program: Any, outs: Sequence[Any], given: Sequence[Any] = ()) -> Piece:
+    """Cut out the equations that compute the variables `outs` from inputs of a program and, behind these, variables `given`."""
+    jaxpr, eqns = bare(program), list[Any]()
+    wanted = set(variables(outs)).difference(given)
+    for eqn in reversed(level(jaxpr)):
+        if not wanted.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            wanted.update(set(variables(eqn.invars)).difference(given))
+    inputs = [number for number, variable in enumerate(jaxpr.invars) if variable in wanted]
+    return Piece(part_of(jaxpr, eqns[::-1], [*(jaxpr.invars[number] for number in inputs), *given], outs), inputs)
 
 
-def run(
+def outline(program: Jaxpr, named: Callable[[Any], Hashable]) -> Hashable:
+    """Describe a program: two are equal but for their variables, and what `named` leaves out of an equation, if these are."""
+    jaxpr = bare(program)
+    places = {v: number for number, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+    of = lambda atom: literal(atom) if hasattr(atom, "val") else places[atom]
+    lines: list[Hashable] = [tuple(v.aval for v in places)]
+    for eqn in level(jaxpr):
+        lines.append((named(eqn), tuple(map(of, eqn.invars))))
+        places.update((v, len(places) + number) for number, v in enumerate(eqn.outvars))
+    return *lines, tuple(map(of, jaxpr.outvars))
+
+
+def literal(atom: Any) -> Hashable:
+    """Describe a literal, in every bit of it."""
+    value = np.asarray(atom.val)
+    return atom.aval, value.dtype, value.tobytes()
+
+
+def pruned(program: Any, outs: Sequence[bool] | None = None) -> Piece:
+    """Remove what computes no result, or none of those chosen by `outs`, also from inside of equations."""
+    jaxpr = bare(program)
+    live, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars) if outs is None else list(outs))
+    return Piece(live, [number for number, is_used in enumerate(used) if is_used])
+
+
+def with_equations(program: Any, eqns: Sequence[Any]) -> Any:
+    """Return a program, closed or open, with other equations between its inputs and its results."""
+    made = bare(program).replace(eqns=list(eqns))
+    return made if program is bare(program) else program.replace(jaxpr=made)
+
+
+def call_of(
+    primitive: Any,
+    jaxpr: Any,
+    eqns: Sequence[Any],
+    results: Sequence[Any],
+    stack: NameStack = NO_SCOPES,
+    body: Any = None,
+) -> Any:
+    """Return one equation that runs several, with these `results` of theirs, under these scopes. It holds their program,
+    or `body`, the program of equal equations."""
+    made = {variable for eqn in eqns for variable in eqn.outvars}
+    given = list(dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars) if v not in made))
+    params = {"jaxpr": part_of(jaxpr, eqns, given, results) if body is None else body}
+    source = eqns[-1].source_info.replace(name_stack=stack)
+    return eqns[-1].replace(primitive=primitive, invars=given, outvars=list(results), params=params, source_info=source)
+
+
+# -- runs and dataflows --
+
+
+def evaluate(
     program: Any,
     xs: Sequence[Any],
     step: Callable[[Any, list[Any]], Sequence[Any]],
     constant: Callable[[Any], Any] = lambda literal: literal.val,
+    known: dict[Any, Any] | None = None,
 ) -> list[Any]:
     """Run a jaxpr, each equation by `step(eqn, operands)`, which returns its results. `xs` are the inputs; where the jaxpr is
-    to have other constants than its own, these stand before them."""
-    jaxpr = bare(program)
+    to have other constants than its own, these stand before them. `known` takes the values of all variables."""
+    jaxpr, values = bare(program), {} if known is None else known
     variables = *jaxpr.constvars, *jaxpr.invars
     own = program.consts if len(xs) < len(variables) else ()  # from JAX 0.12 on an open jaxpr has them too
-    known = dict(zip(variables, (*own, *xs), strict=True))
-    read = lambda atom: constant(atom) if hasattr(atom, "val") else known[atom]  # a literal, or a variable
-    for eqn in jaxpr.eqns:
-        known |= zip(eqn.outvars, step(eqn, list(map(read, eqn.invars))), strict=True)
+    values |= zip(variables, (*own, *xs), strict=True)
+    read = lambda atom: constant(atom) if hasattr(atom, "val") else values[atom]  # a literal, or a variable
+    for eqn in level(jaxpr):
+        values |= zip(eqn.outvars, step(eqn, list(map(read, eqn.invars))), strict=True)
     return list(map(read, jaxpr.outvars))
+
+
+def flow(
+    program: Any,
+    facts: Sequence[Fact],
+    step: Callable[[Any, list[Fact]], Sequence[Fact]],
+    nothing: Fact,
+    *,
+    inside: bool = True,
+    known: dict[Any, Fact] | None = None,
+) -> list[Fact]:
+    """Follow facts from the inputs of a program to its results, each equation by `step(eqn, facts of its operands)`.
+
+    Literals and constants have the fact `nothing`. `known` takes the facts of all variables of this level. Calls, branches and
+    scans are followed inside: `|` joins branches, and what a scan carries, to the fixpoint. A while loop is one step. With
+    `inside=False` each equation is one step.
+    """
+
+    def result(eqn: Any, given: list[Any]) -> Sequence[Any]:
+        name = eqn.primitive.name
+        if name == "scan":
+            consts, carried = scanned(eqn)
+            turn = lambda given: through(eqn.params["jaxpr"], given)
+            given = list(carried_on(given, slice(consts, consts + carried), turn))
+        results = [through(*each) for each in bodies(eqn, given)] if name != "while" else []
+        chosen_by = given[0] if name == "cond" else nothing
+        joined = [functools.reduce(operator.or_, each, chosen_by) for each in zip(*results, strict=True)]
+        return joined if results else step(eqn, given)
+
+    through = lambda program, given: flow(program, given, step, nothing)
+    given = [*[nothing] * len(bare(program).constvars), *facts]
+    return evaluate(bare(program), given, result if inside else step, lambda _: nothing, known)
+
+
+def flow_back(
+    program: Any,
+    facts: Sequence[Any],
+    step: Callable[[Any, list[Any]], Sequence[Any]],
+    nothing: Any,
+    join: Callable[[Any, Any], Any] = operator.or_,
+) -> dict[Any, Any]:
+    """Follow facts from the results of a program back to the variables of its level, each equation by `step(eqn, facts of its
+    results)`. Facts of several uses are joined, the earlier use first; a variable without a use has the fact `nothing`."""
+    known = collections.defaultdict[Any, Any](lambda: nothing)
+
+    def note(atoms: Sequence[Any], facts: Sequence[Any]) -> None:
+        for atom, fact in reversed([*zip(atoms, facts, strict=True)]):
+            if not hasattr(atom, "val"):
+                known[atom] = join(fact, known[atom])
+
+    note(bare(program).outvars, facts)
+    for eqn in reversed(level(program)):
+        note(eqn.invars, step(eqn, [known[variable] for variable in eqn.outvars]))
+    return known
+
+
+def settled(step: Callable[[T], T], start: T) -> T:
+    """Return what a step leaves as it is: the fixpoint that is reached from `start`."""
+    while (after := step(start)) != start:
+        start = after
+    return start
+
+
+def carried_on(
+    facts: Sequence[Fact], carry: slice, turn: Callable[[tuple[Fact, ...]], Sequence[Fact]]
+) -> tuple[Fact, ...]:
+    """Join to the facts of what a loop carries, those in `carry`, the first facts that its `turn` returns, to the fixpoint."""
+
+    def joined(facts: tuple[Any, ...]) -> tuple[Any, ...]:
+        after = [old | new for old, new in zip(facts[carry], turn(facts), strict=False)]
+        return *facts[: carry.start or 0], *after, *facts[carry.stop :]
+
+    return settled(joined, tuple(facts))
+
+
+def dependent(program: Any, some: Sequence[bool], *, inside: bool = True) -> set[Any]:
+    """Return the variables that depend on some inputs."""
+    known: dict[Any, bool] = {}
+    flow(program, some, lambda eqn, given: [any(given)] * len(eqn.outvars), False, inside=inside, known=known)
+    return {variable for variable, depends in known.items() if depends}
 
 
 def bound(eqn: Eqn, xs: Sequence[Any]) -> Sequence[Any]:

@@ -12,7 +12,7 @@ from jax import lax
 
 from jshard.layers.partition.lazy_product import (
     after,
-    evaluate,
+    evaluate_lazily,
     first_of,
     is_sliced,
     leaves_in_slices,
@@ -50,7 +50,7 @@ PRODUCTS = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_slices_of_a_product_are_products_of_slices(name):
     program = jax.make_jaxpr(lambda x, y: scattered(*PRODUCTS[name], x, y))(X, Y)
-    run = lambda x, y: whole(evaluate(program, [x, y], jnp.zeros(()))[0])
+    run = lambda x, y: whole(evaluate_lazily(program, [x, y], jnp.zeros(()))[0])
     np.testing.assert_array_equal(run(X, Y), scattered(*PRODUCTS[name], X, Y))
     flops = lambda f: [
         eqn.outvars[0].aval.size for eqn in equations(jax.make_jaxpr(f)(X, Y)) if "dot" in eqn.primitive.name
@@ -63,7 +63,7 @@ def test_what_reads_all_of_a_product_is_given_all_of_it_once():
     product = lambda x, y: jnp.einsum("bti,btj->ij", x, y).T
     f = lambda x, y: (lambda made: made.sum() + made.max())(product(x, y))
     program = jax.make_jaxpr(f)(X, Y)
-    run = lambda x, y: whole(evaluate(program, [x, y], jnp.zeros(()))[0])
+    run = lambda x, y: whole(evaluate_lazily(program, [x, y], jnp.zeros(()))[0])
     assert run(X, Y) == f(X, Y)
     counts = collections.Counter(eqn.primitive.name for eqn in equations(jax.make_jaxpr(run)(X, Y)))
     assert counts["dot_general"] == 1
@@ -71,7 +71,7 @@ def test_what_reads_all_of_a_product_is_given_all_of_it_once():
 
 def test_what_is_no_product_is_made_at_once():
     f = lambda x, y: jnp.cos(x) @ jnp.sin(y).T + jnp.abs(x) @ jnp.tanh(y).T
-    (made,) = evaluate(jax.make_jaxpr(f)(X[0], Y[0]), [X[0], Y[0]], jnp.zeros(()))
+    (made,) = evaluate_lazily(jax.make_jaxpr(f)(X[0], Y[0]), [X[0], Y[0]], jnp.zeros(()))
     np.testing.assert_allclose(whole(made), f(X[0], Y[0]), rtol=1e-5)
 
 

@@ -12,7 +12,7 @@ import jshard
 from jshard.layers import partition
 from jshard.layers.partition.lookup import _by_place, _counts
 from jshard.layouts.layout import Layout
-from jshard.programs.jaxprs import bare, equations
+from jshard.programs.jaxprs import bare, equations, makers
 from jshard.signals.claims import Claim
 from tests.support import cases
 
@@ -157,7 +157,7 @@ COUNTS = {  # how an iota is shaped; the axis along which it counts then
 def test_it_is_known_along_which_axis_an_array_counts(case):
     f, axis = COUNTS[case]
     program = jax.make_jaxpr(lambda: f(lax.iota(np.int32, 4)))().jaxpr
-    assert _counts(program, program.outvars[0]) == axis
+    assert _counts(makers(program), program.outvars[0]) == axis
 
 
 def test_places_that_are_moved_into_a_devices_part_are_not_told_to_be_sorted_or_distinct(mesh):

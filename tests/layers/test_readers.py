@@ -47,7 +47,7 @@ def test_without_a_look_through_casts_and_calls_they_read_it_themselves():
         return jax.jit(jnp.matmul)(x, called), given
 
     jaxpr = jax.make_jaxpr(f)(X, *[W] * 6).jaxpr
-    read = dict(zip(jaxpr.invars, readers(jaxpr, through=False), strict=True))
+    read = dict(zip(jaxpr.invars, readers(jaxpr, through=()), strict=True))
     assert {v for v in jaxpr.invars[1:] if read[v] == ["dot_general"]} == {jaxpr.invars[1]}
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jshard.layers.partition.regather import regathering
-from jshard.programs.jaxprs import bare, bound, run
+from jshard.programs.jaxprs import bare, bound, evaluate
 
 X, W, U = (np.random.default_rng(seed).normal(size=(4, 4)).astype(np.float32) for seed in range(3))
 
@@ -19,7 +19,7 @@ def loop(x):
 
 
 def step(eqn, given):
-    return run(eqn.params["jaxpr"], given, step) if eqn.primitive.name == "regathered" else bound(eqn, given)
+    return evaluate(eqn.params["jaxpr"], given, step) if eqn.primitive.name == "regathered" else bound(eqn, given)
 
 
 def named(jaxpr):
@@ -62,7 +62,7 @@ def test_pieces_between_loops_are_one_equation_each(case):
     f, wanted = CASES[case]
     found = bare(regathering(jax.make_jaxpr(f)(W, U, X), [True, True, False]))
     assert named(found).replace("checkpoint", "remat2") == wanted
-    for one, other in zip(run(found, [W, U, X], step), jax.tree.leaves(f(W, U, X)), strict=True):
+    for one, other in zip(evaluate(found, [W, U, X], step), jax.tree.leaves(f(W, U, X)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 

@@ -15,7 +15,7 @@ from jshard.inspect.ledger.explicit_sharding import decided_by_compiler, typed_c
 from jshard.kernels.collectives import COLLECTIVES
 from jshard.kernels.kernel_traffic import collective_of, declared
 from jshard.layers.pipeline.ticks import slot_p
-from jshard.programs.jaxprs import CHECKPOINTS, Eqn, Jaxpr, bare, equations, inner
+from jshard.programs.jaxprs import CHECKPOINTS, Eqn, Jaxpr, bare, equations, inner, level
 from jshard.programs.provenance import Cause, often, said, source_of
 from jshard.signals.keys import blamed
 
@@ -70,7 +70,7 @@ def scopes_in(jaxpr: Jaxpr) -> set[tuple[str, ...]]:
         if (id(jaxpr), outer.path) in seen:  # equal layers share a jaxpr
             return
         seen.add((id(jaxpr), outer.path))
-        for eqn in jaxpr.eqns:
+        for eqn in level(jaxpr):
             cause = outer.inside(eqn.source_info.name_stack.stack)
             found.add(cause.path)
             for each in inner(eqn):
@@ -87,7 +87,7 @@ def has_transposed(jaxpr: Jaxpr) -> bool:
 
 
 def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | ChosenStrategy | Staged]:
-    for eqn in jaxpr.eqns:
+    for eqn in level(jaxpr):
         around = outside.entering(eqn)
         name = eqn.primitive.name
         if around.cause.chosen and not outside.cause.chosen:  # with a collective or without
@@ -103,24 +103,24 @@ def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | ChosenStrategy 
             yield from _collective(eqn, _by_a_table(eqn, around) or around)
         elif name == "shard_map":
             sizes = {**around.sizes, **eqn.params["mesh"].shape}
-            yield from _walk(bare(eqn.params["jaxpr"]), around.within(sizes=sizes))
+            yield from _walk(eqn.params["jaxpr"], around.within(sizes=sizes))
         elif name == "scan":
             count, each = (n and n * eqn.params["length"] for n in (around.count, around.each))
             if count:
                 inside = around.within(count=count, each=each, before=around.count)
-                yield from _walk(bare(eqn.params["jaxpr"]), inside)
+                yield from _walk(eqn.params["jaxpr"], inside)
         elif name == "while":
             for each in (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]):
-                yield from _walk(bare(each), around.within(count_known=False))
+                yield from _walk(each, around.within(count_known=False))
         elif name == "cond":
             branches = eqn.params["branches"]
             if inside := _by_a_table(eqn, around):
                 for branch in branches if inside.count else ():
-                    yield from _walk(bare(branch), inside.within())
+                    yield from _walk(branch, inside.within())
                 continue
             for number, branch in enumerate(branches, 1):
                 nested = (*around.branches, f"branch {number} of {len(branches)}")
-                yield from _walk(bare(branch), around.within(branches=nested))
+                yield from _walk(branch, around.within(branches=nested))
         elif name == "pallas_call":  # its refs and semaphores are not collectives of JAX
             yield from _kernel(eqn, around)
         else:

@@ -7,8 +7,6 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 
-from jax.interpreters import partial_eval
-
 from jshard.inspect.ledger.claimed import Claimed
 from jshard.inspect.ledger.entries import ChosenStrategy, Left, Line, Staged, Unused, document_of, joined
 from jshard.inspect.ledger.jaxpr_walk import walk
@@ -19,7 +17,7 @@ from jshard.layers.partition import Program
 from jshard.layers.roles import Placed
 from jshard.printing.table import Block, Rows, Shown, as_text
 from jshard.printing.units import exact_size
-from jshard.programs.jaxprs import Jaxpr, bare
+from jshard.programs.jaxprs import Jaxpr, pruned
 
 SCHEMA = "jshard.explain/1"
 
@@ -183,9 +181,7 @@ def _memory_cells(rest: Resident) -> tuple[str, ...]:
 
 def read(jaxpr: Jaxpr) -> Ledger:
     """Return the ledger of a (closed) jaxpr. It leaves out dead equations, as the compiler does."""
-    full = bare(jaxpr)
-    live, _ = partial_eval.dce_jaxpr(full, [True] * len(full.outvars))
-    found = list(walk(live))
+    found = list(walk(pruned(jaxpr).jaxpr))
     # Equal neighbours are one line. An operation left to the compiler is one entry per source line.
     runs = itertools.groupby((each for each in found if isinstance(each, Line)), Line.once)
     left = joined((each for each in found if isinstance(each, Left)), lambda each: (each.once(), each.source))

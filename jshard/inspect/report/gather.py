@@ -21,7 +21,7 @@ from jshard.inspect.report.facts import ACTIVATION, BATCH, OPTIMIZER, Facts, Lai
 from jshard.layers.sharding import objective_of, partitioned
 from jshard.layouts.layout import Layout
 from jshard.layouts.paths import words_of
-from jshard.programs.jaxprs import Shaped, inner
+from jshard.programs.jaxprs import Shaped, inner, level
 from jshard.programs.provenance import Cause
 from jshard.signals import active_config as current
 from jshard.signals.config import Configuration
@@ -127,7 +127,7 @@ def _in_the_text(array: Laid) -> tuple[bool, str, int, int]:
 def _between(jaxpr: Any, outside: Cause) -> Iterator[Laid]:
     """Yield the results of each signal's shard_map, in program order. A
     differentiated program shows none: there results are mixed with residuals."""
-    for eqn in jaxpr.eqns:
+    for eqn in level(jaxpr):
         stack = eqn.source_info.name_stack.stack
         if any(type(part).__name__ == "Transform" for part in stack):
             continue

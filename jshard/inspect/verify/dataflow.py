@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,21 +17,7 @@ from jshard.inspect.verify.residues import (
     keeps_its_dtypes,
     touches_floats,
 )
-from jshard.programs.jaxprs import (
-    Atom,
-    Eqn,
-    Jaxpr,
-    OpenJaxpr,
-    bare,
-    bodies,
-    called,
-    equations,
-    inner,
-    is_in,
-    run,
-    scanned,
-    variables,
-)
+from jshard.programs.jaxprs import Eqn, Jaxpr, OpenJaxpr, bare, called, equations, flow, flow_back, inner, level
 from jshard.programs.provenance import source_of
 from jshard.signals.active_config import configuration
 
@@ -53,40 +38,18 @@ def stood_in(eqn: Eqn) -> Names:
 
 def on_the_way(jaxpr: Jaxpr, told: Told) -> list[Names]:
     """Return, for each result, the names that `told` gives to the operations before it."""
-    return _reached(bare(jaxpr), [NONE] * len(bare(jaxpr).invars), told)
 
+    def reached(eqn: Eqn, operands: list[Names]) -> list[Names]:
+        inside = (told(each) for body in inner(eqn) for each in equations(body))  # of a while loop all
+        return [told(eqn).union(*inside, *operands)] * len(eqn.outvars)
 
-def _reached(jaxpr: Jaxpr, given: Sequence[Names], told: Told) -> list[Names]:
-    step = functools.partial(_reached_by, told=told)
-    return run(jaxpr, [*[NONE] * len(jaxpr.constvars), *given], step, constant=lambda literal: NONE)
-
-
-def _reached_by(eqn: Eqn, operands: list[Names], told: Told) -> list[Names]:
-    name = eqn.primitive.name
-    if name == "scan":
-        return _reached_in_loop(eqn, operands, told)
-    if name != "while" and (inside := [_reached(*each, told) for each in bodies(eqn, operands)]):
-        chosen_by = operands[0] if name == "cond" else NONE
-        return [chosen_by.union(*each) for each in zip(*inside, strict=True)]
-    # each result of a while loop depends on all equations in it
-    inside = (told(each) for body in inner(eqn) for each in equations(body))
-    return [told(eqn).union(*inside, *operands)] * len(eqn.outvars)
-
-
-def _reached_in_loop(eqn: Eqn, operands: list[Names], told: Told) -> list[Names]:
-    body, (consts, carried) = bare(eqn.params["jaxpr"]), scanned(eqn)
-    while True:
-        results = _reached(body, operands, told)
-        carry = [one | other for one, other in zip(operands[consts:], results[:carried], strict=False)]
-        if carry == operands[consts : consts + carried]:
-            return results
-        operands = [*operands[:consts], *carry, *operands[consts + carried :]]
+    return flow(jaxpr, [NONE] * len(bare(jaxpr).invars), reached, NONE)
 
 
 def obstacles(jaxpr: Jaxpr, platform: str) -> dict[int, str]:
     """Return the operations without an exact stand-in on `platform`, by the `id` of the equation, in words."""
     found: dict[int, str] = {}
-    for outer in bare(jaxpr).eqns:
+    for outer in level(jaxpr):
         for eqn, here in leaves([outer]):
             if is_opaque(eqn, platform):
                 cause = here.blamed(eqn)
@@ -98,7 +61,7 @@ def obstacles(jaxpr: Jaxpr, platform: str) -> dict[int, str]:
 
 def last_bit(jaxpr: Jaxpr) -> float:
     """Return the coarsest rounding of the operations in their own dtypes; 0 if there are none."""
-    kept = (eqn for eqn, _ in leaves(bare(jaxpr).eqns) if keeps_its_dtypes(eqn))
+    kept = (eqn for eqn, _ in leaves(level(jaxpr)) if keeps_its_dtypes(eqn))
     avals = (variable.aval for eqn in kept for variable in (*eqn.invars, *eqn.outvars) if is_inexact(variable.aval))
     return max((float(jnp.finfo(aval.dtype).eps) for aval in avals), default=0.0)
 
@@ -111,34 +74,26 @@ def leaves(eqns: Sequence[Any], around: Around = OUTSIDE) -> Iterator[tuple[Any,
         if not held or name == "while":
             yield eqn, here
         for each in inner(eqn) if held else ():
-            yield from leaves(each.eqns, here)
+            yield from leaves(level(each), here)
 
 
 def narrowed_for_a_sum(jaxpr: OpenJaxpr) -> set[Any]:
     """Return the variables cast to lower precision only to be summed over devices."""
-    readers: dict[Any, list[Any]] = {}
-    for eqn in jaxpr.eqns:
-        for variable in variables(eqn.invars):
-            readers.setdefault(variable, []).append(eqn)
-    returned, found = set(variables(jaxpr.outvars)), set[Any]()
 
-    def only_summed(variable: Atom) -> bool:
-        after = readers.get(variable, [])
-        return variable not in returned and bool(after) and all(map(is_sum, after))
-
-    def is_sum(eqn: Eqn) -> bool:
+    def read(eqn: Eqn, after: list[Names]) -> list[Names]:
         name = eqn.primitive.name
-        return name in COLLECTIVE_SUMS or (name == "pvary" and only_summed(eqn.outvars[0]))
+        return (
+            after if name == "pvary" else [frozenset(("sum" if name in COLLECTIVE_SUMS else name,))] * len(eqn.invars)
+        )
 
-    for eqn in jaxpr.eqns:
-        narrowed = eqn.primitive.name == "pvary" and is_in(eqn.invars[0], found)
-        if eqn.primitive.name == "convert_element_type":
-            before, after = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
-            floats = jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)
-            narrowed = floats and jnp.finfo(after).nmant < jnp.finfo(before).nmant
-        if narrowed and only_summed(eqn.outvars[0]):
-            found.add(eqn.outvars[0])
-    return found
+    def is_narrower(eqn: Eqn) -> bool:
+        before, after = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+        floats = jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)
+        return floats and jnp.finfo(after).nmant < jnp.finfo(before).nmant
+
+    reads = flow_back(jaxpr, [frozenset(("return",))] * len(jaxpr.outvars), read, NONE)
+    casts = [eqn for eqn in level(jaxpr) if eqn.primitive.name == "convert_element_type"]
+    return {eqn.outvars[0] for eqn in casts if reads[eqn.outvars[0]] == {"sum"} and is_narrower(eqn)}
 
 
 def asked_dtypes(path: tuple[str, ...]) -> frozenset[str]:

@@ -30,7 +30,8 @@ from jshard.inspect.verify.residues import (
     widened,
 )
 from jshard.layers.ring import jshard_largest_seen
-from jshard.programs.jaxprs import Eqn, Jaxpr, Shaped, bare, bound, called, inner, is_in, run, scanned, variables
+from jshard.programs import jaxprs
+from jshard.programs.jaxprs import Eqn, Jaxpr, Shaped, bare, bound, called, evaluate, inner, is_in, variables
 from jshard.programs.provenance import Cause
 
 
@@ -110,7 +111,7 @@ class _Level:
         """Return the results of the jaxpr and the notes."""
         consts = map(self._constant, self.jaxpr.constvars, self.consts)
         literal = lambda atom: self._constant(atom, atom.val)
-        return run(self.jaxpr, [*consts, *arrays], self._step, literal), self.notes
+        return evaluate(self.jaxpr, [*consts, *arrays], self._step, literal), self.notes
 
     def _step(self, eqn: Eqn, x: list[Any]) -> Sequence[Any]:
         """Run an equation on these operands, and note its results."""
@@ -197,7 +198,7 @@ class _Level:
         return results
 
     def _scan(self, eqn: Eqn, x: list[Any], here: Around) -> list[Any]:
-        asked, (consts, carried) = eqn.params, scanned(eqn)
+        asked, (consts, carried) = eqn.params, jaxprs.scanned(eqn)
 
         def body(carry: list[Any], each: list[Any]) -> tuple[list[Any], Any]:
             results, notes = _Level(self.how, asked["jaxpr"], here, is_body=True).run([*x[:consts], *carry, *each])
@@ -244,7 +245,7 @@ class _Level:
         A sum counts after its product, and again after the collective that adds its parts."""
         made: dict[Any, Cause] = {}  # the signal of each variable
         found, outside = set[Any](), self.around.cause.path
-        for eqn in self.jaxpr.eqns:
+        for eqn in jaxprs.level(self.jaxpr):
             name, cause = eqn.primitive.name, self.around.entering(eqn).cause
             if name in SUMS or any(inner(eqn)) or any(is_in(v, self.of_sums) for v in eqn.invars):
                 self.of_sums.update(eqn.outvars)

@@ -22,7 +22,7 @@ from jshard.inspect.verify.interpreter import Evaluation, Note, quickly
 from jshard.inspect.verify.verification import Finding, in_words
 from jshard.layouts.gathering import on_host, raw
 from jshard.layouts.mesh import build_mesh
-from jshard.programs.jaxprs import Eqn, bare
+from jshard.programs.jaxprs import Eqn, level
 from jshard.signals.active_config import on_mesh
 
 FAULT = 1.001  # the factor of a planted fault in one collective; a tolerance must show it
@@ -117,7 +117,7 @@ def held_to_faults(
     """Return the findings; mark a tolerance as unproven if it hides a fault of a collective on its way. A fault
     is hidden if no result changes by more than its tolerance. `offs` returns by how much results differ."""
     jaxpr, _, made = side.trace()
-    crossing = {str(id(eqn)): (eqn, here) for eqn, here in leaves(bare(jaxpr).eqns) if eqn.primitive.name in KIND_OF}
+    crossing = {str(id(eqn)): (eqn, here) for eqn, here in leaves(level(jaxpr)) if eqn.primitive.name in KIND_OF}
     before = on_the_way(jaxpr, lambda eqn: frozenset(crossing.keys() & {str(id(eqn))}))
     reached = [before[n] for n in made]
     within = [n for n, finding in enumerate(findings) if finding.verdict == "within"]

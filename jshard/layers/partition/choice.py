@@ -14,7 +14,7 @@ from jshard.layers.partition.value import Value
 from jshard.layouts.axes import Factors, factors, spread
 from jshard.layouts.primitives import FIXED, KEPT
 from jshard.layouts.redistribution import Axes
-from jshard.programs.jaxprs import OpenJaxpr, bare, called
+from jshard.programs.jaxprs import OpenJaxpr, bare, called, level
 
 Sizes = Mapping[str, int]  # of the mesh
 
@@ -124,21 +124,17 @@ def asked_of(found: Factors, number: int, axes: Axes, sizes: Sizes) -> Choice:
 # -- how a broadcast of parameters will be needed: read backward, from where it meets rows to where it is made --
 
 
-def wanted(jaxpr: OpenJaxpr, found: Mapping[Any, Axes], sizes: Mapping[str, int]) -> dict[Any, Axes]:
-    """Return how to split the variables that a first run has `found` whole, so that what is made of them need not be cut."""
-    want: dict[Any, Axes] = {}
-    _read_backward(bare(jaxpr), found, sizes, want)
-    return want
-
-
-def _read_backward(
-    jaxpr: OpenJaxpr, found: Mapping[Any, Axes], sizes: Mapping[str, int], want: dict[Any, Axes]
-) -> None:
-    for eqn in reversed(jaxpr.eqns):
+def wanted(
+    jaxpr: OpenJaxpr, found: Mapping[Any, Axes], sizes: Mapping[str, int], want: dict[Any, Axes] | None = None
+) -> dict[Any, Axes]:
+    """Return how to split the variables that a first run has `found` whole, so that what is made of them need not be cut: those
+    of this program, added to `want`, which readers behind it have asked for."""
+    want = {} if want is None else want
+    for eqn in reversed(level(jaxpr)):
         body, of = bare(called(eqn)), factors(eqn)
         if body is not None:
             _hand_on(eqn.outvars, body.outvars, want)
-            _read_backward(body, found, sizes, want)
+            wanted(body, found, sizes, want)
             _hand_on(body.invars, eqn.invars, want)
         if of is None:
             continue
@@ -162,6 +158,7 @@ def _read_backward(
             kept = stays if atom in eqn.invars and not any(found.get(atom, ())) else ()
             if any(axes := axes_of(counts, {f: some for f, some in choice.items() if f not in kept})):
                 want.setdefault(atom, axes)
+    return want
 
 
 def _hand_on(atoms: Sequence[Any], to: Sequence[Any], want: dict[Any, Axes]) -> None:

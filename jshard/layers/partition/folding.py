@@ -13,15 +13,15 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jax._src import source_info_util
 from jax.extend.core import Literal, Primitive
 
 from jshard.layers.partition.planner import PUT_OFF_WITH
-from jshard.programs.jaxprs import Eqn, OpenJaxpr, bare, part_of, variables
+from jshard.layouts.creation import is_hashable
+from jshard.programs import jaxprs
+from jshard.programs.jaxprs import FOLDED, Eqn, OpenJaxpr, bare, call_of, level, outline, uses, with_equations
 from jshard.programs.provenance import source_of
 
-folded_p = Primitive("folded")  # only the partition meets it: nothing binds it
+folded_p = Primitive(FOLDED)  # only the partition meets it: nothing binds it
 folded_p.multiple_results = True
 
 LEAST = 8  # equations of a stretch: a call costs some of these
@@ -30,7 +30,7 @@ DISTANCES = 8  # of equal equations that are tried as the length of a stretch
 
 MAY_PUT_OFF = PUT_OFF_WITH | {"broadcast_in_dim", "gather"}
 
-Stretch = range  # of places of equations
+Stretch = Sequence[Eqn]  # that stand one behind the other
 
 
 def folded(program: Any, parameters: Sequence[bool]) -> Any:
@@ -38,13 +38,12 @@ def folded(program: Any, parameters: Sequence[bool]) -> Any:
     activation that a stretch reads has other readers, which share what is gathered, and the sum of its gradient; and where what
     is made where it is needed, as a broadcast of parameters, would cross a border."""
     jaxpr = bare(program)
-    named, eqns, depends = EquationNames(), list(jaxpr.eqns), _depending(jaxpr)
-    while stretches := _equal_stretches(jaxpr, eqns, named, depends):
-        eqns = _replaced(jaxpr, eqns, stretches)
-    if len(eqns) == len(jaxpr.eqns) or _crosses(jaxpr, eqns, parameters, depends):
+    named, depends, shorter = EquationNames(), jaxprs.dependent(jaxpr, [True] * len(jaxpr.invars), inside=False), jaxpr
+    while stretches := _equal_stretches(shorter, named, depends):
+        shorter = _with_calls(shorter, stretches)
+    if shorter is jaxpr or _crosses(shorter, parameters, depends):
         return program
-    cut = jaxpr.replace(eqns=eqns)
-    return cut if program is jaxpr else program.replace(jaxpr=cut)
+    return with_equations(program, level(shorter))
 
 
 class EquationNames:
@@ -62,7 +61,7 @@ class EquationNames:
     def _unless_effects(self, eqn: Eqn) -> Hashable:
         if eqn.effects:
             return ("effects", id(eqn))
-        operands = tuple(_literal(v) if isinstance(v, Literal) else v.aval for v in eqn.invars)
+        operands = tuple(jaxprs.literal(v) if isinstance(v, Literal) else v.aval for v in eqn.invars)
         params = tuple((key, self._value(value)) for key, value in sorted(eqn.params.items()))
         results = tuple(v.aval for v in eqn.outvars)
         traceback = eqn.source_info.traceback
@@ -71,54 +70,29 @@ class EquationNames:
         return eqn.primitive, operands, params, results, self.lines[traceback]
 
     def _value(self, value: Any) -> Hashable:
-        if hasattr(bare(value), "eqns"):
+        if jaxprs.is_jaxpr(value):
             return self._program(value)
         if isinstance(value, (tuple, list)):
             return tuple(map(self._value, value))
-        try:
-            hash(value)
-        except TypeError:
-            return "unlike all others", id(value)
-        return value
+        return value if is_hashable(value) else ("unlike all others", id(value))
 
     def _program(self, program: Any) -> Hashable:
         if id(program) not in self.programs:
-            jaxpr, consts = bare(program), tuple(map(id, getattr(program, "consts", ())))
-            places = {v: at for at, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
-            of = lambda atom: _literal(atom) if isinstance(atom, Literal) else places[atom]
-            lines: list[Hashable] = [tuple(v.aval for v in places)]
-            for eqn in jaxpr.eqns:
-                lines.append((self.of(eqn), tuple(map(of, eqn.invars))))
-                places.update((v, len(places) + at) for at, v in enumerate(eqn.outvars))
-            key = "program", consts, tuple(lines), tuple(map(of, jaxpr.outvars))
+            key = "program", *map(id, getattr(program, "consts", ())), outline(program, self.of)
             self.programs[id(program)] = program, self.numbers.setdefault(key, len(self.numbers))
         return "program", self.programs[id(program)][1]
-
-
-def _literal(atom: Any) -> Hashable:
-    value = np.asarray(atom.val)
-    return atom.aval, value.dtype, value.tobytes()
-
-
-def _depending(jaxpr: OpenJaxpr) -> set[Any]:
-    """The variables that depend on an input, and may so have a gradient if they are of floating point."""
-    found = set(jaxpr.invars)
-    for eqn in jaxpr.eqns:
-        if not found.isdisjoint(variables(eqn.invars)):
-            found.update(eqn.outvars)
-    return found
 
 
 def _is_smooth(v: Any, depends: set[Any]) -> bool:
     return v in depends and jnp.issubdtype(v.aval.dtype, jnp.inexact)
 
 
-def _crosses(jaxpr: OpenJaxpr, eqns: Sequence[Eqn], parameters: Sequence[bool], depends: set[Any]) -> bool:
+def _crosses(jaxpr: OpenJaxpr, parameters: Sequence[bool], depends: set[Any]) -> bool:
     """Whether what may be put off, being made of parameters or numbers alone, is read behind or in a call."""
     put_off: dict[Any, int] = {}  # and how many calls stand before
     inputs, calls = set(itertools.compress(jaxpr.invars, parameters)), 0
-    for eqn in eqns:
-        read = variables(eqn.invars)
+    for eqn in level(jaxpr):
+        read = jaxprs.variables(eqn.invars)
         is_call = eqn.primitive is folded_p
         if any(_is_smooth(v, depends) and (is_call or put_off[v] != calls) for v in read if v in put_off):
             return True
@@ -129,17 +103,18 @@ def _crosses(jaxpr: OpenJaxpr, eqns: Sequence[Eqn], parameters: Sequence[bool], 
     return False
 
 
-def _equal_stretches(jaxpr: OpenJaxpr, eqns: Sequence[Eqn], named: EquationNames, depends: set[Any]) -> list[Stretch]:
+def _equal_stretches(jaxpr: OpenJaxpr, named: EquationNames, depends: set[Any]) -> Sequence[Stretch]:
     """Return the stretches, one behind the other, that save most equations; none where there are not enough."""
+    eqns = level(jaxpr)
     names, last, distances = [named.of(eqn) for eqn in eqns], dict[int, int](), collections.Counter[int]()
     for at, name in enumerate(names):
         distances[at - last.setdefault(name, at)] += 1
         last[name] = at
-    readers, best, saved = _readers(jaxpr, eqns), list[Stretch](), 0
+    readers, best, saved = uses(jaxpr), list[Any](), 0
     for length, _ in distances.most_common(DISTANCES):
         for begin, end in _runs(names, length) if length >= LEAST else ():
-            stretches = [range(at, at + length) for at in range(begin - length, end - length + 1, length)]
-            shape_of = functools.partial(_shape, eqns, readers=readers, depends=depends)
+            stretches = [eqns[at : at + length] for at in range(begin - length, end - length + 1, length)]
+            shape_of = functools.partial(_shape, jaxpr, readers=readers, depends=depends)
             for shape, alike in itertools.groupby(stretches, shape_of):
                 chain = list(alike)
                 if shape is not None and len(chain) >= FEWEST and (len(chain) - 1) * length > saved:
@@ -159,34 +134,13 @@ def _runs(names: Sequence[int], distance: int) -> Iterator[tuple[int, int]]:
             begin = None
 
 
-def _readers(jaxpr: OpenJaxpr, eqns: Sequence[Eqn]) -> Mapping[Any, list[int]]:
-    """The places of the equations that read each variable; the end of the program reads its results."""
-    found: dict[Any, list[int]] = collections.defaultdict(list)
-    for at, eqn in enumerate(eqns):
-        for v in variables(eqn.invars):
-            found[v].append(at)
-    for v in variables(jaxpr.outvars):
-        found[v].append(len(eqns))
-    return found
-
-
-def _shape(
-    eqns: Sequence[Eqn], stretch: Stretch, readers: Mapping[Any, list[int]], depends: set[Any]
-) -> Hashable | None:
+def _shape(jaxpr: OpenJaxpr, stretch: Stretch, readers: Mapping[Any, list[Any]], depends: set[Any]) -> Hashable | None:
     """How the equations of a stretch are joined. None where it reads what others read and may have a gradient."""
-    places: dict[Any, Hashable] = {}
-    lines: list[Hashable] = []
-    prefix = _common_stack([eqns[at] for at in stretch])
-    for at in stretch:
-        operands = variables(eqns[at].invars)
-        for v in operands:
-            if v not in places:
-                places[v] = "given", len(places)
-                if _is_smooth(v, depends) and any(reader not in stretch for reader in readers[v]):
-                    return None
-        places.update((v, ("made", len(places), number)) for number, v in enumerate(eqns[at].outvars))
-        lines.append((tuple(places[v] for v in operands), eqns[at].source_info.name_stack.stack[prefix:]))
-    return tuple(lines)
+    own, prefix = set(map(id, stretch)), _common_stack(stretch)
+    call = call_of(folded_p, jaxpr, stretch, [])
+    if any(_is_smooth(v, depends) and any(id(reader) not in own for reader in readers[v]) for v in call.invars):
+        return None
+    return outline(call.params["jaxpr"], lambda eqn: eqn.source_info.name_stack.stack[prefix:])
 
 
 def _common_stack(eqns: Sequence[Eqn]) -> int:
@@ -198,38 +152,25 @@ def _common_stack(eqns: Sequence[Eqn]) -> int:
     return alike
 
 
-def _replaced(jaxpr: OpenJaxpr, eqns: Sequence[Eqn], stretches: Sequence[Stretch]) -> list[Eqn]:
-    """Return the equations with a call for each stretch."""
-    readers = _readers(jaxpr, eqns)
-    given, made = zip(*(_given_and_made(eqns, stretch) for stretch in stretches), strict=True)
-    # what any of the stretches leaves for others, all return
-    left = [at for at in range(len(made[0])) if any(
-        reader not in stretch for of, stretch in zip(made, stretches, strict=True) for reader in readers[of[at]])]  # fmt: skip
-    first = [eqns[at] for at in stretches[0]]
-    prefix = _common_stack(first)
-    inside = [_below(eqn, prefix) for eqn in first]
-    body = part_of(jaxpr, inside, given[0], [made[0][at] for at in left])
+def _with_calls(jaxpr: OpenJaxpr, stretches: Sequence[Stretch]) -> OpenJaxpr:
+    """Return the program with a call for each stretch."""
+    readers, first = uses(jaxpr), stretches[0]
+    made = [[v for eqn in stretch for v in eqn.outvars] for stretch in stretches]
+    own = [set(map(id, stretch)) for stretch in stretches]
+    is_left = lambda at: any(
+        id(reader) not in of for of, some in zip(own, made, strict=True) for reader in readers[some[at]]
+    )
+    left = [at for at in range(len(made[0])) if is_left(at)]  # what any of the stretches leaves for others, all return
+    prefix, results = _common_stack(first), [[some[at] for at in left] for some in made]
+    body = call_of(folded_p, jaxpr, [_below(eqn, prefix) for eqn in first], results[0]).params["jaxpr"]
     calls = {
-        stretch.start: eqns[stretch[-1]].replace(
-            primitive=folded_p, invars=list(of), outvars=[results[at] for at in left], params={"jaxpr": body},
-            source_info=_at(eqns[stretch[-1]], eqns[stretch[0]].source_info.name_stack.stack[:prefix]),
-        )
-        for stretch, of, results in zip(stretches, given, made, strict=True)
-    }  # fmt: skip
-    inner = {at for stretch in stretches for at in stretch}
-    return [calls.get(at, eqn) for at, eqn in enumerate(eqns) if at in calls or at not in inner]
-
-
-def _given_and_made(eqns: Sequence[Eqn], stretch: Stretch) -> tuple[list[Any], list[Any]]:
-    """What a stretch reads of others, in the order of its readers, and all that it makes."""
-    made = [v for at in stretch for v in eqns[at].outvars]
-    own = set(made)
-    return list(dict.fromkeys(v for at in stretch for v in variables(eqns[at].invars) if v not in own)), made
-
-
-def _at(eqn: Eqn, scopes: Sequence[Any]) -> Any:
-    return eqn.source_info.replace(name_stack=source_info_util.NameStack(tuple(scopes)))
+        id(stretch[0]): call_of(folded_p, jaxpr, stretch, some, stretch[0].source_info.name_stack[:prefix], body)
+        for stretch, some in zip(stretches, results, strict=True)
+    }
+    inner = set[int]().union(*own)
+    eqns = [calls.get(id(eqn), eqn) for eqn in level(jaxpr) if id(eqn) in calls or id(eqn) not in inner]
+    return with_equations(jaxpr, eqns)
 
 
 def _below(eqn: Eqn, prefix: int) -> Eqn:
-    return eqn.replace(source_info=_at(eqn, eqn.source_info.name_stack.stack[prefix:]))
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=eqn.source_info.name_stack[prefix:]))

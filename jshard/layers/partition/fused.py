@@ -3,10 +3,9 @@ kernel: a device's part of the kernel is no part of each piece, and what is done
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax import Array, lax
@@ -14,7 +13,7 @@ from jax.extend.core import Literal
 
 from jshard.layers.partition.local_sizes import ranges_of
 from jshard.layouts.primitives import ELEMENTWISE
-from jshard.programs.jaxprs import OpenJaxpr, variables
+from jshard.programs.jaxprs import OpenJaxpr, level, makers, uses, variables
 
 SHAPED = frozenset(("broadcast_in_dim", "reshape"))
 
@@ -59,20 +58,16 @@ class Fused:
 
 def fused(jaxpr: OpenJaxpr) -> dict[int, Fused]:
     """Return the products that are cut behind them, by the `id` of each equation that is done with them."""
-    readers, makers = collections.defaultdict(list), {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    for eqn in jaxpr.eqns:
-        for atom in variables(eqn.invars):
-            readers[atom].append(eqn)
-    found, results = dict[int, Fused](), set(variables(jaxpr.outvars))
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general" and (chain := _followed(eqn, readers, results)):
+    readers, made, found = uses(jaxpr), makers(jaxpr), dict[int, Fused]()
+    for eqn in level(jaxpr):
+        if eqn.primitive.name == "dot_general" and (chain := _followed(eqn, readers)):
             cuts = readers[chain[-1].outvars[0]]
-            if (one := _cut_by(cuts, chain, makers)) is not None:
+            if (one := _cut_by(cuts, chain, made)) is not None:
                 found |= {id(each): one for each in (*chain, *cuts)}
     return found
 
 
-def _followed(product: Any, readers: Any, results: set[Any]) -> list[Any]:
+def _followed(product: Any, readers: Mapping[Any, list[Any]]) -> list[Any]:
     """Follow a product to where it is cut along the one axis that it has of its kernel; return nothing where it is not."""
     (_, summed), (_, batch) = product.params["dimension_numbers"]
     kernel, made, chain = product.invars[1], product.outvars[0], [product]
@@ -80,12 +75,12 @@ def _followed(product: Any, readers: Any, results: set[Any]) -> list[Any]:
     if isinstance(kernel, Literal) or len(summed) + len(batch) != kernel.aval.ndim - 1:
         return []
     while True:
-        uses, shape = readers[made], made.aval.shape
-        if made in results or not uses:
+        after, shape = readers[made], made.aval.shape
+        if None in after or not after:
             return []
-        if all(each.primitive.name in ("slice", "split") for each in uses):
+        if all(each.primitive.name in ("slice", "split") for each in after):
             return chain
-        (use, *more), to = uses, uses[0].outvars[0].aval.shape
+        (use, *more), to = after, after[0].outvars[0].aval.shape
         split_up = use.primitive.name == "reshape" and use.params["dimensions"] is None and to[:axis] == shape[:axis]
         if more or not ((split_up and not shape[axis + 1 :]) or (use.primitive.name in ELEMENTWISE and to == shape)):
             return []

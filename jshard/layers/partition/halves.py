@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -14,22 +14,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax._src import source_info_util
 from jax.extend.core import Var
-from jax.interpreters import partial_eval
 
 from jshard.layers.partition.part import vary
-from jshard.programs.jaxprs import (
-    CHECKPOINTS,
-    Eqn,
-    OpenJaxpr,
-    Tree,
-    bare,
-    called,
-    is_in,
-    part_of,
-    read_by,
-    scanned,
-    variables,
-)
+from jshard.programs import jaxprs
+from jshard.programs.jaxprs import CHECKPOINTS, Eqn, OpenJaxpr, Tree, bare, called, carried_on, dependent, is_in
 
 Some = tuple[bool, ...]  # of the inputs or results of a jaxpr
 
@@ -71,61 +59,61 @@ class Halves:
     """
 
     def __init__(self, jaxpr: OpenJaxpr, soon: Some, late: Some, made: Some, own: Sequence[int] = ()):
-        self.jaxpr, self.consts = bare(jaxpr), getattr(jaxpr, "consts", ())
+        self.program, self.jaxpr = jaxpr, bare(jaxpr)
         self.soon, self.late = soon, late
-        self.read = read_by(self.jaxpr.eqns)
-        made_of = dependent(self.jaxpr, made)
+        self.read = jaxprs.read_by(jaxprs.level(jaxpr))
+        made_of = dependent(jaxpr, made)
         given = {v for n, v in enumerate(self.jaxpr.invars) if n not in own}
-        needed = set(_chosen(self.jaxpr.outvars, soon))
-        for eqn in reversed(self.jaxpr.eqns):
-            needed.update(_chosen(eqn.invars, _alone(self.jaxpr, eqn, tuple(v in needed for v in eqn.outvars))[1]))
-        here = (needed & made_of) - given  # the second half has them from the first
-        wanted, steps = set(_chosen(self.jaxpr.outvars, late)), []
-        for eqn in reversed(self.jaxpr.eqns):
-            of_first = tuple(v in needed for v in eqn.outvars)
-            of_second = tuple(v in wanted and v not in here for v in eqn.outvars)
-            step = _halved(self.jaxpr, eqn, of_first, of_second, tuple(is_in(v, made_of) for v in eqn.invars))
-            wanted.update(_chosen(eqn.invars, step.reads[1]))
-            steps.append((eqn, step))
-        self.steps = steps[::-1]
-        made_here = (*self.jaxpr.invars, *(v for eqn in self.jaxpr.eqns for v in eqn.outvars))
-        self.left = [v for v in made_here if v in wanted & here]
+        needed = jaxprs.flow_back(jaxpr, soon, lambda eqn, some: _alone(self.jaxpr, eqn, some)[1], False)
+        # the second half has them from the first
+        here = {v for v, is_needed in needed.items() if is_needed and v in made_of} - given
+        self.steps: dict[int, Any] = {}  # by the `id` of the equation
+
+        def of_second(eqn: Eqn, wanted: list[bool]) -> Some:
+            wanted = [is_wanted and v not in here for v, is_wanted in zip(eqn.outvars, wanted, strict=True)]
+            are_made = tuple(is_in(v, made_of) for v in eqn.invars)
+            step = _halved(self.jaxpr, eqn, tuple(needed[v] for v in eqn.outvars), tuple(wanted), are_made)
+            self.steps[id(eqn)] = step
+            return step.reads[1]
+
+        wanted = jaxprs.flow_back(jaxpr, late, of_second, False)
+        self.left = [v for v in (*self.jaxpr.invars, *jaxprs.makers(jaxpr)) if wanted[v] and v in here]
         self.reads = (
-            tuple(v in needed for v in self.jaxpr.invars),
-            tuple(v in wanted and v not in here for v in self.jaxpr.invars),
+            tuple(needed[v] for v in self.jaxpr.invars),
+            tuple(wanted[v] and v not in here for v in self.jaxpr.invars),
         )
 
     def first(
         self, xs: Sequence[Any], into: Any = None, results: Mapping[int, Place] = MappingProxyType({})
     ) -> tuple[list[Any], Any]:
-        known, inside, written = self._known(xs), [], set[Any]()
+        known, inside, written = dict[Any, Any](), [], set[Any]()
         places = {self.jaxpr.outvars[n]: place for n, place in results.items()}
-        for number, (eqn, step) in enumerate(self.steps):
+
+        def run(eqn: Eqn, xs: list[Any]) -> list[Any]:
+            step = self.steps[id(eqn)]
             stacked = list(enumerate(eqn.outvars))[step.carried :] if isinstance(step, _Loop) else []
             there = {n: places[v] for n, v in stacked if v in places and v not in self.read}
-            outs, left = step.first([_value(known, v) for v in eqn.invars], into and into[1][number], there)
-            known |= zip(eqn.outvars, outs, strict=True)
-            written |= {eqn.outvars[n] for n in there}
+            outs, left = step.first(xs, into and into[1][len(inside)], there)
+            written.update(eqn.outvars[n] for n in there)
             inside.append(left)
-        known |= {v: place.write(_read(known[v])) for v, place in places.items() if v not in written}
+            return outs
+
+        outs = jaxprs.evaluate(self.program, xs, run, known=known)
+        for n, place in results.items():
+            outs[n] = outs[n] if self.jaxpr.outvars[n] in written else place.write(_read(outs[n]))
         left = [_read(known[v]) for v in self.left]
-        return self._results(known, self.soon), (_written(into and into[0], left), inside)
+        return _chosen(outs, self.soon), (_written(into and into[0], left), inside)
 
     def second(self, xs: Sequence[Any], left: Tree) -> list[Any]:
         own, inside = left or ([], [None] * len(self.steps))  # of a loop that no first half runs nothing is left
-        known = self._known(xs) | dict(zip(self.left, own, strict=True))
-        for (eqn, step), each in zip(self.steps, inside, strict=True):
-            outs = step.second([_value(known, v) for v in eqn.invars], each)
-            known |= {v: x for v, x in zip(eqn.outvars, outs, strict=True) if x is not None}
-        return self._results(known, self.late)
+        of_first, inside = dict(zip(self.left, own, strict=True)), iter(inside)
 
-    def _known(self, xs: Sequence[Any]) -> dict[Any, Any]:
-        return dict(zip((*self.jaxpr.constvars, *self.jaxpr.invars), (*self.consts, *xs), strict=True))
+        def run(eqn: Eqn, xs: list[Any]) -> list[Any]:
+            outs = self.steps[id(eqn)].second(xs, next(inside))
+            return [of_first.get(v) if x is None else x for v, x in zip(eqn.outvars, outs, strict=True)]
 
-    def _results(self, known: dict[Any, Any], some: Some) -> list[Any]:
-        return [
-            _read(_value(known, v)) if is_some else None for v, is_some in zip(self.jaxpr.outvars, some, strict=True)
-        ]
+        own = [of_first.get(v, x) for v, x in zip(self.jaxpr.invars, xs, strict=True)]
+        return _chosen(jaxprs.evaluate(self.program, own, run), self.late)
 
 
 class _Whole:
@@ -175,7 +163,7 @@ class _Branches:
         self.reads = tuple((True, *map(any, zip(*each, strict=True))) for each in reads)
 
     def first(self, xs: Sequence[Any], into: Tree, results: Tree) -> tuple[list[Any], Any]:
-        index, *operands = (_read(x) if is_read else None for x, is_read in zip(xs, self.reads[0], strict=True))
+        index, *operands = _chosen(xs, self.reads[0])
         none = [traced(lambda *xs, each=each: each.first(xs)[1], *operands)[1] for each in self.branches]
 
         def branch(number: int, *xs: Tree) -> tuple[list[Any], list[Any]]:
@@ -187,7 +175,7 @@ class _Branches:
         return outs, left if into is None else jax.tree.map(Place.write, into, left)
 
     def second(self, xs: Sequence[Any], left: Tree) -> list[Any]:
-        index, *operands = (_read(x) if is_read else None for x, is_read in zip(xs, self.reads[1], strict=True))
+        index, *operands = _chosen(xs, self.reads[1])
         branch = lambda number, left, *xs: self.branches[number].second(xs, left[number])
         branches = [functools.partial(branch, n) for n in range(len(self.branches))]
         with standing_at(self.eqn):
@@ -199,15 +187,15 @@ class _Loop:
 
     def __init__(self, eqn: Eqn, soon: Some, late: Some, made: Some):
         self.eqn, body = eqn, eqn.params["jaxpr"]
-        self.count, self.carried = scanned(eqn)
+        self.count, self.carried = jaxprs.scanned(eqn)
         carry = slice(self.count, self.count + self.carried)
-        made = _settled(made, carry, lambda made: _dependent_results(body, made))
-        soon = _settled(soon, slice(self.carried), lambda soon: _used(body, soon)[carry])
+        made = carried_on(made, carry, lambda made: _dependent_results(body, made))
+        soon = carried_on(soon, slice(self.carried), lambda soon: _used(body, soon)[carry])
         own = [n for n in range(self.carried) if soon[n] and made[self.count + n]]
         self.finals = [n for n in own if late[n]]  # of what the first half carries, what the second hands on
         late = tuple(is_late and n not in own for n, is_late in enumerate(late))
         halved = lambda late: Halves(body, soon, late, made, [self.count + n for n in own])
-        late = _settled(late, slice(self.carried), lambda late: halved(late).reads[1][carry])
+        late = carried_on(late, slice(self.carried), lambda late: halved(late).reads[1][carry])
         self.soon, self.late, self.halves = soon, late, halved(late)
         reads_carry, has_more = any(_used(body, soon)[carry]), any((*soon[self.carried :], *late))
         self.is_last_turn = any(soon) and not reads_carry and not has_more  # that makes what is handed on
@@ -288,62 +276,24 @@ def _halved(jaxpr: OpenJaxpr, eqn: Eqn, soon: Some, late: Some, made: Some) -> A
     return _Whole(jaxpr, eqn, soon, late)
 
 
-def _alone(jaxpr: OpenJaxpr, eqn: Eqn, some: Some) -> tuple[Any, Some]:
+def _alone(jaxpr: OpenJaxpr, eqn: Eqn, some: Sequence[bool]) -> tuple[Any, Some]:
     """A program of one equation, for some of its results, and which operands it reads."""
     if not any(some):
         return None, (False,) * len(eqn.invars)
-    one = part_of(jaxpr, [eqn], dict.fromkeys(variables(eqn.invars)), eqn.outvars)
-    live, _ = partial_eval.dce_jaxpr(one, list(some))
+    one = jaxprs.part_of(jaxpr, [eqn], dict.fromkeys(jaxprs.variables(eqn.invars)), eqn.outvars)
+    live = jaxprs.pruned(one, some).jaxpr
     return live, tuple(is_in(v, live.invars) for v in eqn.invars)
 
 
 def _used(jaxpr: OpenJaxpr, outs: Some) -> Some:
     """Which inputs some results need."""
-    return tuple(partial_eval.dce_jaxpr(bare(jaxpr), list(outs))[1])
-
-
-def dependent(jaxpr: OpenJaxpr, made: Some) -> set[Any]:
-    """The variables that depend on some of the inputs."""
-    found = set(_chosen(jaxpr.invars, made))
-    for eqn in jaxpr.eqns:
-        found.update(_chosen(eqn.outvars, _dependent_outs(eqn, tuple(is_in(v, found) for v in eqn.invars))))
-    return found
-
-
-def _dependent_outs(eqn: Eqn, made: Some) -> Some:
-    if called(eqn) is not None:
-        return _dependent_results(called(eqn), made)
-    if eqn.primitive.name == "cond" and not made[0]:
-        return tuple(
-            map(any, zip(*(_dependent_results(each, made[1:]) for each in eqn.params["branches"]), strict=True))
-        )
-    if eqn.primitive.name != "scan":
-        return (any(made),) * len(eqn.outvars)
-    (count, carried), body = scanned(eqn), eqn.params["jaxpr"]
-    made = _settled(made, slice(count, count + carried), lambda made: _dependent_results(body, made)[:carried])
-    return _dependent_results(body, made)
+    inputs = jaxprs.pruned(jaxpr, outs).inputs
+    return tuple(number in inputs for number in range(len(bare(jaxpr).invars)))
 
 
 def _dependent_results(jaxpr: OpenJaxpr, made: Some) -> Some:
-    found = dependent(bare(jaxpr), made)
+    found = dependent(jaxpr, made)
     return tuple(is_in(v, found) for v in bare(jaxpr).outvars)
-
-
-def _settled(some: Some, carry: slice, step: Callable[[Some], Some]) -> Some:
-    """Add to `some` what a turn adds to what is carried, until nothing is new."""
-    while True:
-        carried = tuple(old or new for old, new in zip(some[carry], step(some)[: len(some[carry])], strict=True))
-        if carried == some[carry]:
-            return some
-        some = (*some[: carry.start or 0], *carried, *some[carry.stop :])
-
-
-def _chosen(atoms: Iterable[Any], some: Some) -> Iterable[Any]:
-    return variables(v for v, is_some in zip(atoms, some, strict=True) if is_some)
-
-
-def _value(known: dict[Any, Any], v: Var) -> Any:
-    return known.get(v) if isinstance(v, Var) else v.val
 
 
 def traced(f: Callable[..., Tree], *args: Tree) -> tuple[Any, Tree]:
@@ -355,6 +305,10 @@ def traced(f: Callable[..., Tree], *args: Tree) -> tuple[Any, Tree]:
 
 def _read(x: Any) -> Any:
     return x.read() if isinstance(x, Place) else x
+
+
+def _chosen(xs: Sequence[Any], some: Some) -> list[Any]:
+    return [_read(x) if is_some else None for x, is_some in zip(xs, some, strict=True)]
 
 
 def _written(places: Sequence[Place] | None, xs: Sequence[Any]) -> list[Any]:

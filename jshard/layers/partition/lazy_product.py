@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.interpreters import partial_eval
 
 from jshard.kernels.invariant_cast import set_varying
 from jshard.layers.partition.halves import standing_at
-from jshard.programs.jaxprs import Eqn, OpenJaxpr, Tree, bare, bound, called, is_in, read_by, run, variables
+from jshard.layers.partition.readers import readers
+from jshard.programs.jaxprs import Eqn, OpenJaxpr, Tree, bound, called, evaluate, flow, is_in, pruned, read_by
 
 Multiply = Callable[[Array, Array], Array]  # by a kernel
 Product = Callable[[Multiply, Array, Array], Array]
@@ -71,9 +71,9 @@ class LazyProduct:
         return made
 
 
-def evaluate(program: Any, xs: Sequence[Any], token: Array) -> list[Any]:
+def evaluate_lazily(program: Any, xs: Sequence[Any], token: Array) -> list[Any]:
     """Run a traced program. Products are not made before their numbers are read, and only slices of them where that is all."""
-    return run(program, xs, lambda eqn, given: _evaluated(eqn, given, token))
+    return evaluate(program, xs, lambda eqn, given: _evaluated(eqn, given, token))
 
 
 def _evaluated(eqn: Eqn, given: Sequence[Any], token: Array) -> Sequence[Any]:
@@ -85,7 +85,7 @@ def _evaluated(eqn: Eqn, given: Sequence[Any], token: Array) -> Sequence[Any]:
         return [LazyProduct(eqn, x, y, tuple(range(len(eqn.outvars[0].aval.shape))), token)]
     if (program := called(eqn)) is not None:
         with standing_at(eqn):
-            return evaluate(program, given, token)
+            return evaluate_lazily(program, given, token)
     match eqn.primitive.name:
         case "transpose":
             return [lazy.transposed(eqn.params["permutation"])]
@@ -113,37 +113,26 @@ def with_products(program: Any, xs: Sequence[Any], products: Mapping[Any, Produc
         product = lambda x, w: _bound(eqn, [x, w] if at else [w, x])[0]
         return [products[eqn.invars[at]](product, given[1 - at], given[at])]
 
-    return run(program, xs, step)
+    return evaluate(program, xs, step)
 
 
 def first_of(jaxpr: OpenJaxpr, kernels: Collection[Any]) -> set[Any]:
     """Which of these kernels are multiplied by what no product by another has made: their gradients are made last."""
     first: set[Any] = set()
-    behind: set[Any] = set()  # products by them, and what is made of these
-    for eqn in jaxpr.eqns:
-        read = read_by([eqn])
-        by = read.intersection(kernels)
-        if not read.isdisjoint(behind):
-            behind.update(eqn.outvars)
-        elif by:
-            first |= by
-            behind.update(eqn.outvars)
+
+    def step(eqn: Eqn, are_behind: list[bool]) -> list[bool]:
+        """Whether the results are products by them, or made of these."""
+        by = read_by([eqn]).intersection(kernels)
+        first.update(() if any(are_behind) else by)
+        return [any(are_behind) or bool(by)] * len(eqn.outvars)
+
+    flow(jaxpr, [False] * len(jaxpr.invars), step, False, inside=False)
     return first
 
 
 def is_sliced(program: Any, number: int) -> bool:
     """Whether nothing of an operand is read but slices."""
-    jaxpr = bare(program)
-    same = {jaxpr.invars[number]}
-    for eqn in jaxpr.eqns:
-        places = [at for at, v in enumerate(eqn.invars) if is_in(v, same)]
-        if not places or (eqn.primitive.name == "dynamic_slice" and places == [0]):
-            continue
-        if eqn.primitive.name in SAME:
-            same.update(eqn.outvars)
-        elif called(eqn) is None or not all(is_sliced(called(eqn), at) for at in places):
-            return False
-    return same.isdisjoint(variables(jaxpr.outvars))
+    return {"dynamic_slice"}.issuperset(readers(program, through=SAME)[number])
 
 
 def leaves_in_slices(gather: Callable[[Any], Any], shard: Array, full: Array) -> bool:
@@ -209,9 +198,8 @@ def _of_shard(
 
     operands = shard, x, kernel, of_y
     program = jax.make_jaxpr(pull)(*operands)
-    live, used = partial_eval.dce_jaxpr(program.jaxpr, [True])  # without the gather
-    read = [x for x, is_used in zip(operands, used, strict=True) if is_used]
-    return whole(evaluate(program.replace(jaxpr=live), read, token)[0])
+    live, inputs = pruned(program)  # without the gather
+    return whole(evaluate_lazily(program.replace(jaxpr=live), [operands[n] for n in inputs], token)[0])
 
 
 def after(token: Array, x: Any) -> Array:

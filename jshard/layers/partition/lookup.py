@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jshard.layers.partition.value import Value
 from jshard.layouts.axes import Factors
 from jshard.layouts.primitives import LOOKUP, SCATTERS
 from jshard.layouts.redistribution import Axes
-from jshard.programs.jaxprs import Eqn, OpenJaxpr
+from jshard.programs.jaxprs import Eqn, OpenJaxpr, entry, makers
 
 WHERE_IT_RESTS = "where the table rests"
 
@@ -144,15 +145,15 @@ def _looked_up(found: Factors) -> set[int]:
 
 def _by_place(jaxpr: OpenJaxpr, eqn: Eqn) -> Any:
     """Rewrite `x[arange(n), i]`, which asks each row for something of its own, as a lookup in many tables; else None."""
-    numbers, made = eqn.params["dimension_numbers"], _made_by(jaxpr, eqn.invars[1])
-    shape, last = eqn.invars[1].aval.shape, eqn.invars[1].aval.ndim - 1
+    numbers, makes = eqn.params["dimension_numbers"], makers(jaxpr)
+    shape, last, made = eqn.invars[1].aval.shape, eqn.invars[1].aval.ndim - 1, entry(makes, eqn.invars[1])
     if made is None or made.primitive.name != "concatenate" or made.params["dimension"] != last:
         return None
     if len(made.invars) != shape[last]:
         return None
     together: dict[int, int] = {}  # axis of the table: axis of the indices
     for column, axis in zip(made.invars, numbers.start_index_map, strict=True):
-        place = _counts(jaxpr, column)
+        place = _counts(makes, column)
         if place is None or place in together.values() or axis not in numbers.collapsed_slice_dims:
             continue
         if shape[place] == eqn.invars[0].aval.shape[axis]:
@@ -177,25 +178,21 @@ def _by_place(jaxpr: OpenJaxpr, eqn: Eqn) -> Any:
     return traced_whole(lookup, [v.aval for v in eqn.invars])
 
 
-def _made_by(jaxpr: OpenJaxpr, atom: Any) -> Any:
-    return next((eqn for eqn in jaxpr.eqns if atom in eqn.outvars), None)
-
-
-def _counts(jaxpr: OpenJaxpr, atom: Any) -> int | None:
+def _counts(makes: Mapping[Any, Eqn], atom: Any) -> int | None:
     """Return the axis along which an array counts its own places, as an iota does however it was shaped; None for others."""
-    eqn = _made_by(jaxpr, atom)
+    eqn = entry(makes, atom)
     if eqn is None:
         return None
     match eqn.primitive.name:
         case "iota":
             return eqn.params["dimension"]
         case "select_n":  # `where(i < 0, i + n, i)`: places are never below zero
-            test = _made_by(jaxpr, eqn.invars[0])
+            test = entry(makes, eqn.invars[0])
             if test is None or test.primitive.name != "lt" or getattr(test.invars[1], "val", None) != 0:
                 return None
-            return None if _counts(jaxpr, test.invars[0]) is None else _counts(jaxpr, eqn.invars[1])
+            return None if _counts(makes, test.invars[0]) is None else _counts(makes, eqn.invars[1])
         case "broadcast_in_dim" | "convert_element_type" | "copy" | "reshape":
-            at, found = _counts(jaxpr, eqn.invars[0]), known(eqn)
+            at, found = _counts(makes, eqn.invars[0]), known(eqn)
             of, results = () if at is None else found.operands[0][at], found.results[0]
             return results.index(of) if of and of in results else None
     return None

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.layers.partition import product
 from jshard.layers.partition.planner import STAYS
 from jshard.layouts.redistribution import Axes
-from jshard.programs.jaxprs import CALLS, Eqn, OpenJaxpr, bare
+from jshard.programs.jaxprs import CALLS, Eqn, OpenJaxpr, flow, level, with_equations
 from jshard.programs.provenance import placed_in
 from jshard.signals.signal import Signal
 
@@ -35,17 +35,16 @@ class _Naming:
         self.mesh, self.found = mesh, found
 
     def jaxpr(self, jaxpr: OpenJaxpr, claims: Sequence[Signal | None]) -> Any:
-        opened = bare(jaxpr)
-        known = dict(zip(opened.invars, claims, strict=True))
-        eqns = []
-        for eqn in opened.eqns:
-            given = [None if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
-            self.nearest = next(filter(None, given), self.nearest)
-            if eqn.primitive.name in STAYS:
-                known.update(dict.fromkeys(eqn.outvars, given[0]))
-            eqns += self._constrained(self._equation(eqn, given), next(filter(None, given), None))
-        made = opened.replace(eqns=eqns)
-        return made if opened is jaxpr else jaxpr.replace(jaxpr=made)
+        eqns = list[Eqn]()
+
+        def step(eqn: Eqn, given: list[Signal | None]) -> list[Signal | None]:
+            claim = next(filter(None, given), None)
+            self.nearest = claim or self.nearest
+            eqns.extend(self._constrained(self._equation(eqn, given), claim))
+            return [given[0] if eqn.primitive.name in STAYS else None] * len(eqn.outvars)
+
+        flow(jaxpr, claims, step, None, inside=False)
+        return with_equations(jaxpr, eqns)
 
     def _constrained(self, eqn: Eqn, claim: Signal | None) -> list[Any]:
         if claim is None or eqn.primitive.name not in product.PRODUCTS:
@@ -55,9 +54,11 @@ class _Naming:
         spec = PartitionSpec(*(names if scatters & set(names) else free for names in self.found.get(out, ())))
         if all(names is free for names in spec):
             return [eqn]
-        told = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)))(out.aval)
+        (told,) = level(
+            jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)))(out.aval)
+        )
         summed, source = Var(out.aval), eqn.source_info
-        return [eqn.replace(outvars=[summed]), told.eqns[0].replace(invars=[summed], outvars=[out], source_info=source)]
+        return [eqn.replace(outvars=[summed]), told.replace(invars=[summed], outvars=[out], source_info=source)]
 
     def _equation(self, eqn: Eqn, given: Sequence[Signal | None]) -> Any:
         keys = [key for key in HELD.get(eqn.primitive.name, ()) if key in eqn.params]

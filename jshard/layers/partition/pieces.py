@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,32 +15,13 @@ from jshard.errors import JShardError
 from jshard.layers.partition.halves import zeros_like_result
 from jshard.layers.partition.part import Part, vary
 from jshard.layers.partition.plan import names_of
-from jshard.programs.jaxprs import OpenJaxpr, Tree, is_in, part_of, variables
+from jshard.programs.jaxprs import Piece, Tree, cut, is_in, level, variables
 from jshard.programs.provenance import scope
 from jshard.signals.active_config import configuration
 from jshard.signals.claims import Claim, Stage
 from jshard.signals.signal import Signal
 
 Group = tuple[str, tuple[str, ...]]  # arrays of one dtype, which vary over the same mesh axes
-
-
-class Piece(NamedTuple):
-    """Some of a program, and which of the program's inputs go into it."""
-
-    jaxpr: Any
-    inputs: list[int]
-
-
-def piece(jaxpr: OpenJaxpr, eqns: Sequence[Any], outs: Sequence[Any], more: Sequence[Any] = ()) -> Piece:
-    """What of a program computes `outs`, of its inputs and `more`."""
-    wanted, kept = set(variables(outs)).difference(more), []
-    for eqn in reversed(eqns):
-        if not wanted.isdisjoint(eqn.outvars):
-            kept.append(eqn)
-            wanted |= set(variables(eqn.invars)).difference(more)
-    inputs = [n for n, v in enumerate(jaxpr.invars) if v in wanted]
-    invars = [*(jaxpr.invars[n] for n in inputs), *more]
-    return Piece(part_of(jaxpr, kept[::-1], invars, outs), inputs)
 
 
 class Pieces:
@@ -62,42 +43,42 @@ class Pieces:
         self.places: dict[tuple[bool, int], tuple[Group, int, tuple[int, ...]]] = {}
         self._check_stages(first, sizes)
         self.owners: list[int] = []  # the stage of each piece
-        level: dict[Any, int] = {}  # the piece that computes a variable
+        made_in: dict[Any, int] = {}  # the piece that computes a variable
         origin = {jaxpr.invars[n]: stage for n, stage in self.stage_of.items()}  # made of parameters of one stage alone
         reduced: set[Any] = set()  # of those
         used: dict[Any, int] = {}  # the last piece that uses a variable of another
-        for eqn in jaxpr.eqns:
+        for eqn in level(jaxpr):
             operands = variables(eqn.invars)
-            stages = {origin[v] for v in operands if v in origin and v not in level}
-            if len(stages) == 1 and all(v in origin and v not in level for v in operands):
+            stages = {origin[v] for v in operands if v in origin and v not in made_in}
+            if len(stages) == 1 and all(v in origin and v not in made_in for v in operands):
                 origin |= dict.fromkeys(eqn.outvars, stages.pop())
                 largest = max(v.aval.size for v in operands)
                 reduced |= {v for v in eqn.outvars if v.aval.size < largest or not reduced.isdisjoint(operands)}
                 continue
             # what is reduced of parameters, as a sum of squares, goes on to where it is needed; other stages don't come to it
-            if len(stages) >= 2 or any(v in reduced and v not in level for v in operands):
-                level |= {v: self._piece_of(origin[v]) for v in operands if v in origin and v not in level}
+            if len(stages) >= 2 or any(v in reduced and v not in made_in for v in operands):
+                made_in |= {v: self._piece_of(origin[v]) for v in operands if v in origin and v not in made_in}
                 stages = set()
-            before = [level[v] for v in operands if v in level]
+            before = [made_in[v] for v in operands if v in made_in]
             if not before and not stages:
                 continue
             own = self._piece_of(stages.pop(), max(before, default=0)) if stages else max(before)
-            level |= dict.fromkeys(eqn.outvars, own)
-            used |= {v: max(own, used.get(v, own)) for v in operands if v in level}
+            made_in |= dict.fromkeys(eqn.outvars, own)
+            used |= {v: max(own, used.get(v, own)) for v in operands if v in made_in}
         outs = list(dict.fromkeys(variables(jaxpr.outvars)))
-        level |= {v: self._piece_of(origin[v]) for v in outs if v in origin and v not in level}
-        self.outs = {v: level[v] for v in outs if v in level}
+        made_in |= {v: self._piece_of(origin[v]) for v in outs if v in origin and v not in made_in}
+        self.outs = {v: made_in[v] for v in outs if v in made_in}
         self.sent = [
-            [v for v, own in level.items() if own < number <= used.get(v, own)] for number in range(len(self.owners))
+            [v for v, own in made_in.items() if own < number <= used.get(v, own)] for number in range(len(self.owners))
         ]
         self.made: list[list[Any]] = []  # by each piece, for others and as results
         self.pieces: list[Piece] = []
         for number in range(len(self.owners)):
-            made = [v for v, own in level.items() if own == number and (used.get(v, own) > own or v in self.outs)]
+            made = [v for v, own in made_in.items() if own == number and (used.get(v, own) > own or v in self.outs)]
             self.made.append(made)
-            self.pieces.append(piece(jaxpr, jaxpr.eqns, made, self.sent[number]))
+            self.pieces.append(cut(jaxpr, made, self.sent[number]))
         self.back = [self._backward_of(number) for number in range(len(self.owners))]
-        self.rest = piece(jaxpr, jaxpr.eqns, [v for v in jaxpr.outvars if not is_in(v, self.outs)])
+        self.rest = cut(jaxpr, [v for v in jaxpr.outvars if not is_in(v, self.outs)])
 
     def _check_stages(self, first: Stage, sizes: int) -> None:
         """Refuse a stage that no parameter is on, and parameters that rest split over stages and are on none."""

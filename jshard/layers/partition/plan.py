@@ -10,7 +10,7 @@ from typing import Any
 from jshard.layers.partition.fused import Fused
 from jshard.layers.partition.local_sizes import Choice
 from jshard.layouts.redistribution import Axes
-from jshard.programs.jaxprs import Eqn, bare, bodies
+from jshard.programs.jaxprs import FOLDED, Eqn, bodies, level
 from jshard.signals.signal import Signal
 
 Names = frozenset[str]
@@ -59,7 +59,7 @@ def key_of(eqn: Eqn) -> Hashable:
 
 def steps(program: Any, plan: Plan) -> Iterator[tuple[Eqn, Step]]:
     """Yield each equation of a program that is run as it is, with its step; those inside of others behind them."""
-    for eqn in bare(program).eqns:
+    for eqn in level(program):
         step = plan[key_of(eqn)]
         if step.how == DONE:
             continue
@@ -90,9 +90,9 @@ def with_shared(program: Any, plan: Plan) -> Plan:
     """Return the plan with equal calls of one program as calls that share it: JAX traces, linearizes and transposes it once."""
     found: dict[int, list[list[Hashable]]] = collections.defaultdict(list)  # equal calls, by the program's `id`
     plan = dict(plan)
-    for eqn in bare(program).eqns:
+    for eqn in level(program):
         key = key_of(eqn)
-        if plan[key].how != CALL or eqn.primitive.name != "folded":
+        if plan[key].how != CALL or eqn.primitive.name != FOLDED:
             continue
         body = eqn.params["jaxpr"]
         step = plan[key] = dataclasses.replace(plan[key], inside=(with_shared(body, plan[key].inside[0]),))

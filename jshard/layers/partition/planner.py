@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 from jax.sharding import Mesh
 
 from jshard.errors import JShardError
@@ -25,7 +24,7 @@ from jshard.layers.partition.value import Lying, Value, claim_of
 from jshard.layouts.axes import Factors, factors
 from jshard.layouts.primitives import ELEMENTWISE, unknown_parameters
 from jshard.layouts.redistribution import Axes
-from jshard.programs.jaxprs import Eqn, bare, called
+from jshard.programs.jaxprs import FOLDED, Eqn, bare, called, evaluate
 from jshard.programs.provenance import source_of
 from jshard.signals.claims import Stage
 from jshard.signals.signal import Signal
@@ -74,24 +73,25 @@ class Planner:
 
     def program(self, program: Any, values: Sequence[Value]) -> tuple[list[Value], Plan]:
         """Plan a jaxpr, closed or open, whose arguments lie like this."""
-        jaxpr = bare(program)
-        known: dict[Any, Value] = {v: number(v.aval) for v in jaxpr.constvars}
-        known.update(zip(jaxpr.invars, values, strict=True))
-        self.found.update((variable, value.axes) for variable, value in known.items())
-        read = lambda atom: number(atom.aval) if isinstance(atom, Literal) else known[atom]
-        products, plan, outer = fused(jaxpr), dict[Hashable, Step](), self.jaxpr
-        for eqn in jaxpr.eqns:
+        jaxpr, outer, products = bare(program), self.jaxpr, fused(bare(program))
+        known, pieces, plan = dict[Any, Value](), dict[Any, Value](), dict[Hashable, Step]()
+
+        def step(eqn: Eqn, values: list[Value]) -> list[Any]:
             one, self.jaxpr = products.get(id(eqn)), jaxpr
-            if one is not None and self._is_cut_behind(one, read(one.kernel)):
-                plan[key_of(eqn)] = Step(DONE)
-                if eqn is one.chain[-1]:
-                    made, plan[key_of(eqn)] = self._fused(eqn, one, [read(atom) for atom in one.inputs])
-                    known.update(made)
-                continue
-            results, plan[key_of(eqn)] = self.equation(eqn, [read(atom) for atom in eqn.invars])
-            known.update(zip(eqn.outvars, results, strict=True))
+            if one is None or not self._is_cut_behind(one, known[one.kernel]):
+                results, plan[key_of(eqn)] = self.equation(eqn, values)
+                return results
+            plan[key_of(eqn)] = Step(DONE)
+            if eqn is one.chain[-1]:
+                made, plan[key_of(eqn)] = self._fused(eqn, one, [known[atom] for atom in one.inputs])
+                pieces.update(made)
+            return [pieces.get(variable) for variable in eqn.outvars]
+
+        given = [*(number(v.aval) for v in jaxpr.constvars), *values]
+        self.found |= {v: value.axes for v, value in zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True)}
+        ends = evaluate(jaxpr, given, step, lambda literal: number(literal.aval), known)
         self.jaxpr = outer
-        return [read(atom) for atom in jaxpr.outvars], plan
+        return ends, plan
 
     def equation(self, eqn: Eqn, values: list[Value]) -> Planned:
         """Plan one equation."""
@@ -123,7 +123,7 @@ class Planner:
 
     def _call(self, eqn: Eqn, values: list[Value]) -> tuple[Step, list[Value]]:
         """Plan a call. What goes into one that others share, and comes out of it, is an array or a stored parameter."""
-        is_folded = eqn.primitive.name == "folded"
+        is_folded = eqn.primitive.name == FOLDED
         values = [self.array(value) for value in values] if is_folded else values
         with self._within(None if self.path is None else (*self.path, key_of(eqn))):
             results, inside = self.program(called(eqn), values)

@@ -14,7 +14,6 @@ from jax import Array, lax
 from jax.interpreters import partial_eval
 
 from jshard.kernels.collectives import pvary
-from jshard.layers.partition.halves import dependent
 from jshard.layers.partition.lazy_product import (
     Multiply,
     Product,
@@ -27,7 +26,7 @@ from jshard.layers.partition.lazy_product import (
 )
 from jshard.layers.partition.readers import readers
 from jshard.layers.remat import recomputed
-from jshard.programs.jaxprs import OpenJaxpr, Tree, is_in
+from jshard.programs.jaxprs import OpenJaxpr, Tree, dependent, is_in
 
 Arrays = list[Any]
 Gathers = Sequence[tuple[int, Callable[[Any], Any]]]  # of which shard, and how
@@ -284,7 +283,7 @@ def _late(gathers: Gathers, jaxpr: OpenJaxpr, kernels: Sequence[Any], shards: Ar
 
     Behind the gradients that a layer makes last it has no work to hide them. Where these are more than a third, all are late.
     """
-    once = {v for v, read in zip(jaxpr.invars, readers(jaxpr, through=False), strict=True) if read == ["dot_general"]}
+    once = {v for v, read in zip(jaxpr.invars, readers(jaxpr, through=()), strict=True) if read == ["dot_general"]}
     found = set[int]()
     for v, (n, f), x in zip(kernels, gathers, full, strict=True):
         if v not in once or not leaves_in_slices(f, shards[n], x):

@@ -24,7 +24,7 @@ from jshard.layers.partition.value import Value, claim_of
 from jshard.layouts.axes import Factors
 from jshard.layouts.primitives import FIXED, KEPT, LOOKUP
 from jshard.layouts.redistribution import Axes
-from jshard.programs.jaxprs import Eqn, OpenJaxpr
+from jshard.programs.jaxprs import Eqn, OpenJaxpr, uses
 from jshard.programs.provenance import scope, source_of
 from jshard.signals.signal import Signal
 
@@ -82,8 +82,8 @@ def _plan_add(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
 
 def _of_bias(jaxpr: OpenJaxpr, product: Any) -> Any:
     """Return the addition of a vector to a product that nothing else reads."""
-    readers = [eqn for eqn in jaxpr.eqns if product in eqn.invars]
-    if len(readers) != 1 or readers[0].primitive is not lax.add_p or product in jaxpr.outvars:
+    readers = uses(jaxpr)[product]
+    if len(readers) != 1 or readers[0] is None or readers[0].primitive is not lax.add_p:
         return None
     shapes = [atom.aval.shape for atom in readers[0].invars if atom is not product]
     return readers[0] if any(shape and {*shape[:-1]}.issubset({1}) for shape in shapes) else None

@@ -6,23 +6,11 @@ import collections
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
-from jax._src import source_info_util
 from jax.extend.core import Primitive
 
 from jshard.layers.partition.planner import STAYS
-from jshard.programs.jaxprs import (
-    CHECKPOINTS,
-    LOOPS,
-    Eqn,
-    OpenJaxpr,
-    bare,
-    holds,
-    inner,
-    is_in,
-    part_of,
-    read_by,
-    variables,
-)
+from jshard.programs import jaxprs
+from jshard.programs.jaxprs import CHECKPOINTS, FOLDED, LOOPS, Eqn, OpenJaxpr, bare, holds, level, read_by
 
 regathered_p = Primitive("regathered")  # only the partition meets it: nothing binds it
 regathered_p.multiple_results = True
@@ -35,43 +23,41 @@ def regathering(program: Any, stored: Sequence[bool]) -> Any:
     jaxpr = bare(program)
     if not any(stored) or holds(jaxpr, CHECKPOINTS):
         return program
-    roots = {v: {v} for v, is_stored in zip(jaxpr.invars, stored, strict=True) if is_stored}
-    made = []  # what only casts or shapes what is stored is done in the piece that reads it, or it would be kept
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in STAYS and (reads := read_by([eqn])) and reads <= roots.keys():
-            roots.update((variable, set().union(*map(roots.__getitem__, reads))) for variable in eqn.outvars)
-            made.append(eqn)
-    once = set(map(id, made))
-    eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in once]
-    roots_of = lambda eqns: set().union(*(roots.get(variable, ()) for variable in read_by(eqns)))
-    shared: set[Any] = set()
-    is_border = lambda eqn: _is_own(eqn) or not shared.isdisjoint(roots_of([eqn]))
-    while True:
-        groups = _cut(eqns, is_border)
-        readers = collections.Counter(root for group in groups for root in roots_of(group))
-        if shared.issuperset(several := {root for root, count in readers.items() if count >= 2}):
-            break
-        shared.update(several)
-    found = list(made)
+    # what only casts or shapes what is stored is done in the piece that reads it, or it would be kept
+    shapes = lambda eqn, given: [
+        frozenset().union(*given) if eqn.primitive.name in STAYS and all(given) else frozenset() for _ in eqn.outvars
+    ]
+    roots: dict[Any, frozenset[Any]] = {}
+    given = [frozenset((v,)) if is_stored else frozenset() for v, is_stored in zip(jaxpr.invars, stored, strict=True)]
+    jaxprs.flow(jaxpr, given, shapes, frozenset(), inside=False, known=roots)
+    at_rest = {variable for variable, of in roots.items() if of}
+    made = [eqn for eqn in level(jaxpr) if not at_rest.isdisjoint(eqn.outvars)]
+    shaped = jaxprs.part_of(jaxpr, made, jaxpr.invars, ())
+    eqns = [eqn for eqn in level(jaxpr) if at_rest.isdisjoint(eqn.outvars)]
+    roots_of = lambda eqns: frozenset().union(*(roots[variable] for variable in read_by(eqns)))
+    groups_at = lambda shared: _cut(eqns, lambda eqn: _is_own(eqn) or not shared.isdisjoint(roots_of([eqn])))
+
+    def more(shared: frozenset[Any]) -> frozenset[Any]:
+        readers = collections.Counter(root for group in groups_at(shared) for root in roots_of(group))
+        return shared.union(root for root, count in readers.items() if count >= 2)
+
+    groups, found, bodies = groups_at(jaxprs.settled(more, frozenset())), list(made), dict[Any, Any]()
     for number, group in enumerate(groups):
-        read = read_by(eqn for some in groups[number + 1 :] for eqn in some).union(variables(jaxpr.outvars))
-        found += group if number % 2 else _wrapped(jaxpr, made, group, read, roots.keys())
-    bodies: dict[Any, Any] = {}
-    found = [_regathering_call(eqn, roots.keys(), bodies) for eqn in found]
-    cut = jaxpr.replace(eqns=found)
-    return cut if program is jaxpr else program.replace(jaxpr=cut)
+        read = read_by(eqn for some in groups[number + 1 :] for eqn in some).union(jaxprs.variables(jaxpr.outvars))
+        found += group if number % 2 else _wrapped(shaped, group, read, at_rest)
+    return jaxprs.with_equations(program, [_regathering_call(eqn, at_rest, bodies) for eqn in found])
 
 
 def _is_own(eqn: Eqn) -> bool:
     """Whether an equation says itself what is gathered again: a loop, and a call that others share."""
-    return eqn.primitive.name in (*LOOPS, "folded") or any(holds(each, LOOPS) for each in inner(eqn))
+    return eqn.primitive.name in (*LOOPS, FOLDED) or any(holds(each, LOOPS) for each in jaxprs.inner(eqn))
 
 
 def _regathering_call(eqn: Eqn, at_rest: Set[Any], bodies: dict[Any, Any]) -> Eqn:
     """The same call, of a program that gathers again; calls of one program stay calls of one."""
-    if eqn.primitive.name != "folded":
+    if eqn.primitive.name != FOLDED:
         return eqn
-    body, stored = eqn.params["jaxpr"], tuple(is_in(atom, at_rest) for atom in eqn.invars)
+    body, stored = eqn.params["jaxpr"], tuple(jaxprs.is_in(atom, at_rest) for atom in eqn.invars)
     key = id(body), stored
     if key not in bodies:
         bodies[key] = regathering(body, stored)
@@ -89,18 +75,8 @@ def _cut(eqns: Sequence[Any], is_border: Callable[[Any], bool]) -> list[list[Any
     return groups
 
 
-def _wrapped(jaxpr: OpenJaxpr, made: Sequence[Any], group: list[Any], read: Set[Any], at_rest: Set[Any]) -> list[Any]:
-    needed, wanted = list(group), read_by(group)
-    for eqn in reversed(made):
-        if wanted.intersection(eqn.outvars):
-            needed.insert(0, eqn)
-            wanted |= read_by([eqn])
-    born = {variable for eqn in needed for variable in eqn.outvars}
-    given = list(dict.fromkeys(v for eqn in needed for v in variables(eqn.invars) if v not in born))
-    if at_rest.isdisjoint(given):
-        return group
+def _wrapped(shaped: OpenJaxpr, group: list[Any], read: Set[Any], at_rest: Set[Any]) -> list[Any]:
+    needed = jaxprs.cut(shaped, [v for v in read_by(group) if v in at_rest]).jaxpr
     results = [variable for eqn in group for variable in eqn.outvars if variable in read]
-    last = group[-1]
-    source = last.source_info.replace(name_stack=source_info_util.new_name_stack())  # each equation has its own
-    params = {"jaxpr": part_of(jaxpr, needed, given, results)}
-    return [last.replace(primitive=regathered_p, invars=given, outvars=results, params=params, source_info=source)]
+    call = jaxprs.call_of(regathered_p, shaped, [*level(needed), *group], results) if group else None
+    return group if call is None or at_rest.isdisjoint(call.invars) else [call]

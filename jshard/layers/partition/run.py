@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax._src import source_info_util
-from jax.extend.core import Literal
 from jax.sharding import Mesh
 
 from jshard.kernels.all_reduction import all_reduce
@@ -27,7 +26,7 @@ from jshard.layers.partition.value import Value, claim_of
 from jshard.layouts.axes import Factors
 from jshard.layouts.primitives import FIXED, KEPT, LOOKUP, unknown_parameters
 from jshard.layouts.redistribution import Axes, Move
-from jshard.programs.jaxprs import Eqn, bare, called
+from jshard.programs.jaxprs import FOLDED, Eqn, bare, called, evaluate
 from jshard.programs.provenance import placed_in, scope
 from jshard.signals.signal import Signal
 
@@ -63,25 +62,22 @@ class Run:
 
     def run(self, program: Any, args: Sequence[Part], plan: Plan) -> list[Part]:
         """Run a jaxpr, closed or open, on parts of its arguments."""
-        consts, jaxpr = getattr(program, "consts", ()), bare(program)
-        known: dict[Any, Part] = dict(zip(jaxpr.constvars, map(self.constant, consts), strict=True))
-        known.update(zip(jaxpr.invars, args, strict=True))
+        known, pieces = dict[Any, Part](), dict[Any, Part]()
 
-        def read(atom: Any) -> Part:
-            return self.literal(atom) if isinstance(atom, Literal) else known[atom]
-
-        for eqn in jaxpr.eqns:
+        def run(eqn: Eqn, parts: list[Part]) -> list[Any]:
             step = plan[key_of(eqn)]
             if step.fused is not None:
-                pieces = self.equation(eqn, [read(atom) for atom in step.fused.inputs], step)
-                known.update((variable, pieces[at]) for variable, at in step.fused.pieces.items())
-            elif step.how != DONE:
-                parts = [read(atom) for atom in eqn.invars]
-                results = self.equation(eqn, parts, step)
-                assert tuple(part.axes for part in parts) == step.operands, (eqn, parts, step)
-                assert tuple(part.axes for part in results) == step.results, (eqn, results, step)
-                known.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+                made = self.equation(eqn, [known[atom] for atom in step.fused.inputs], step)
+                pieces.update((variable, made[at]) for variable, at in step.fused.pieces.items())
+            if step.fused is not None or step.how == DONE:
+                return [pieces.get(variable) for variable in eqn.outvars]
+            results = self.equation(eqn, parts, step)
+            assert tuple(part.axes for part in parts) == step.operands, (eqn, parts, step)
+            assert tuple(part.axes for part in results) == step.results, (eqn, results, step)
+            return results
+
+        consts = map(self.constant, getattr(program, "consts", ()))
+        return evaluate(bare(program), [*consts, *args], run, self.literal, known)
 
     def equation(self, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
         """Run one equation, under the user's line and scopes, and the nearest claim where no scope names a signal."""
@@ -102,7 +98,7 @@ class Run:
 
     def _call(self, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
         program, (inside,) = called(eqn), step.inside
-        if eqn.primitive.name != "folded":
+        if eqn.primitive.name != FOLDED:
             return self.run(program, parts, inside)
         parts = [self.array(part, step.claim) for part in parts]
         if step.how == CALL or any(part.is_followed for part in parts):

@@ -8,8 +8,7 @@ from typing import Any
 
 from jshard.errors import JShardError
 from jshard.layers.partition import Program
-from jshard.layers.partition.pieces import piece
-from jshard.programs.jaxprs import is_in, read_by, scanned, variables
+from jshard.programs.jaxprs import cut, is_in, level, scanned, uses
 from jshard.programs.provenance import source_of
 from jshard.signals.claims import Stage
 
@@ -21,7 +20,7 @@ class Cut:
         jaxpr, self.program = program.jaxpr, program
         number_of = {v: n for n, v in enumerate(jaxpr.invars)}
         staged = {v for v, each in zip(jaxpr.invars, program.inputs, strict=True) if each.claim and each.claim.stage}
-        using = [eqn for eqn in jaxpr.eqns if any(is_in(v, staged) for v in eqn.invars)]
+        using = [eqn for eqn in level(jaxpr) if any(is_in(v, staged) for v in eqn.invars)]
         says = f"{stage.signal} says stage ({stage.signal.at('stage')})"
         for eqn in using:
             if eqn.primitive.name != "scan" or eqn.params["reverse"]:
@@ -43,15 +42,12 @@ class Cut:
         self.staged = [number_of[v] for v in over if is_in(v, staged)]
         self.over = [number_of[v] if v in staged else None for v in over]
         assert len(self.staged) == len(staged)
-        before = jaxpr.eqns[: jaxpr.eqns.index(self.loop)]
-        others = [eqn for eqn in jaxpr.eqns if eqn is not self.loop]
-        self.first = piece(jaxpr, before, start)
-        self.each = piece(jaxpr, before, [*operands[: self.consts], *(v for v in over if v not in staged)])
+        self.first = cut(jaxpr, start)
+        self.each = cut(jaxpr, [*operands[: self.consts], *(v for v in over if v not in staged)])
         outs = [jaxpr.outvars[0], *(jaxpr.outvars[1 + at] for at in of_data)]
-        after = piece(jaxpr, others, outs).jaxpr
-        used = read_by(after.eqns).union(variables(after.outvars))
-        self.left = [v for v in self.loop.outvars[count:] if v in used]  # by each layer, and used behind the loop
-        self.last = piece(jaxpr, others, outs, [*self.carried, *self.left])
+        behind = uses(cut(jaxpr, outs, self.loop.outvars).jaxpr)
+        self.left = [v for v in self.loop.outvars[count:] if v in behind]  # by each layer, and used behind the loop
+        self.last = cut(jaxpr, outs, [*self.carried, *self.left])
 
     @functools.cache  # noqa: B019  # as long as the cut
     def of_length(self, layers: int) -> Any:

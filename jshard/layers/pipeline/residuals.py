@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import Var
 
-from jshard.layers.partition.halves import Halves, Place, dependent, traced
-from jshard.programs.jaxprs import is_in
+from jshard.layers.partition.halves import Halves, Place, traced
+from jshard.programs.jaxprs import dependent, entry, is_in, makers
 from jshard.programs.provenance import scope
 
 Tree = Any
@@ -54,7 +53,7 @@ class Chunk:
         jaxpr = self.program.jaxpr
         made = dependent(jaxpr, tuple(n in of_microbatch for n in range(len(leaves))))
         if recomputes:  # all of it, by the same program
-            made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+            made = set(makers(jaxpr))
         keeps = made.difference(jaxpr.invars).union(jaxpr.invars[n] for n in self.of_x)
         program, gradients = traced(backward, residuals, self.y)
         self.tree, count = jax.tree.structure(gradients), len(jax.tree.leaves(gradients))
@@ -115,8 +114,7 @@ class Chunk:
         return self.program.jaxpr.outvars[self.outputs + number]
 
     def _place(self, number: int) -> int | None:
-        v = self._residual(number)
-        return self.places.get(v) if isinstance(v, Var) else None
+        return entry(self.places, self._residual(number))
 
     def _halves(self, outs: Collection[int]) -> Halves:
         """Some results of the forward program, with nothing left for later."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from jax import Array, lax
-from jax.interpreters import partial_eval
 
 from jshard.errors import JShardError
 from jshard.layers.partition import Microbatches, Program
-from jshard.layers.partition.pieces import Piece
+from jshard.programs.jaxprs import Piece, pruned
 from jshard.schedules import KINDS, Table, generate, load
 from jshard.schedules.table import counted
 from jshard.signals.active_config import configuration, mesh_to_choose_for
@@ -40,22 +38,18 @@ class Scheduled(Microbatches):
             kind = "zero_bubble" if self.table.splits_weights else "1f1b"
             self.table = generate(kind, 1, self.table.microbatches, self.table.virtual_stages)
 
-    def _needs(self, outs: Sequence[bool]) -> tuple[Any, list[int]]:
-        """The program of some of the results, and the numbers of the inputs that go into it."""
-        live, used = partial_eval.dce_jaxpr(self.program.jaxpr, list(outs))
-        return live, [n for n, is_used in enumerate(used) if is_used]
-
     @functools.cached_property
     def states(self) -> Piece:
         """What a call changes of the model's variables, without its data."""
-        live, inputs = self._needs([False] + [number not in self.of_data for number in range(len(self.variables))])
-        if not {*self.parameters, *self.batch}.isdisjoint(inputs):
+        kept = [False] + [number not in self.of_data for number in range(len(self.variables))]
+        states = pruned(self.program.jaxpr, kept)
+        if not {*self.parameters, *self.batch}.isdisjoint(states.inputs):
             raise JShardError(
                 f"jshard.pipeline ({self.asked.place}) has several microbatches on their way, and the model keeps variables "
                 "that its data change, as running statistics",
                 hint="use layers that keep none, as nnx.LayerNorm",
             )
-        return Piece(live, inputs)
+        return states
 
     def _states(self, xs: Sequence[Array]) -> tuple[list[Array], dict[int, Array]]:
         """The variables behind the last microbatch, and before each of them."""

@@ -14,7 +14,7 @@ from jshard.errors import JShardError, multiples
 from jshard.layers.balance import Costs, balanced, in_ranges, spelled
 from jshard.layers.partition import Program
 from jshard.layers.partition.part import Part, vary
-from jshard.layers.partition.pieces import Piece, check_smooth
+from jshard.layers.partition.pieces import check_smooth
 from jshard.layers.partition.plan import Names, key_of, names_of
 from jshard.layers.partition.planner import whole
 from jshard.layers.partition.run import SomeLayers
@@ -26,7 +26,7 @@ from jshard.layers.remat import CHUNK
 from jshard.layouts.layout import Layout
 from jshard.layouts.redistribution import Axes
 from jshard.programs.flops import arithmetic_of
-from jshard.programs.jaxprs import Tree
+from jshard.programs.jaxprs import Piece, Tree, pruned
 from jshard.programs.provenance import scope
 from jshard.schedules.table import counted
 from jshard.signals.signal import Signal
@@ -96,9 +96,10 @@ class Pipelined(Scheduled):
         """The variables that a call makes of its data, and of nothing that it left before: those of the last microbatch stay,
         as without a pipeline."""
         jaxpr, data = self.program.jaxpr, {*self.parameters, *self.batch}
-        needs = [self._needs([n == out for n in range(len(jaxpr.outvars))])[1] for out in range(1, len(jaxpr.outvars))]
+        every = range(len(jaxpr.outvars))
+        needs = [pruned(jaxpr, [n == out for n in every]).inputs for out in every[1:]]
         made = [number for number, inputs in enumerate(needs) if not data.isdisjoint(inputs)]
-        used = set(self._needs([True] + [number in made for number in range(len(needs))])[1])
+        used = set(pruned(jaxpr, [True] + [number in made for number in range(len(needs))]).inputs)
         return [number for number in made if self.variables[number] not in used]
 
     def _body(self, marked: Sequence[Names], *xs: Array) -> tuple[Array, list[Array], list[Array]]:
