@@ -52,7 +52,7 @@ class Timing:
 
     @property
     def rate(self) -> float:
-        """Return bytes, or floating-point operations, a second."""
+        """Bytes, or floating-point operations, a second."""
         return self.done / self.median
 
 

@@ -109,8 +109,7 @@ def launch_once(
     body: Callable[..., None], x: Array, result: Result, group: Group, cost: KernelCost, scratch: Sequence[Any],
     *, partners: Literal["everyone", "neighbours"], memory: pl.BlockSpec = VMEM,
 ) -> Array:  # fmt: skip
-    """Run `body(group, rank, x_ref, y_ref, *scratch)` between two barriers, without a grid: x and y are in
-    `memory`."""
+    """Run `body(group, rank, x_ref, y_ref, *scratch)` between two barriers, without a grid: x and y are in `memory`."""
 
     def kernel(coordinates_ref: Any, *refs: object) -> None:
         inside, rank = group.inside_kernel(coordinates_ref)

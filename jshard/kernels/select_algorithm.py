@@ -196,7 +196,7 @@ def adds_in_order(algorithm: str) -> bool:
 
 
 def is_psum(algorithm: str, mesh_axes: tuple[str, ...]) -> bool:
-    """Return True if gradients summed by `algorithm` are summed as JAX does or by a kernel, without gradients of operands."""
+    """Return True if JAX's psum sums the gradients: `algorithm` adds neither in device order nor by slices."""
     if algorithm in ("auto", "hierarchical") and slices.is_hierarchy(mesh_axes):
         return False
     # two numbers have one sum, in any order

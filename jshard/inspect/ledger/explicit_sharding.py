@@ -101,34 +101,33 @@ def _group(aval: Any, mesh_axes: Any) -> int:
 
 
 def decided_by_compiler(eqn: Eqn) -> tuple[str, ...]:
-    """Return the mesh axes of the compiler's own traffic for this equation; () if none, or if types tell the
-    bytes."""
+    """Return the mesh axes of the compiler's own traffic for this equation; () if none, or if types tell the bytes."""
     name = eqn.primitive.name
     if name in HOLD_OTHERS:
         return _wanted_elsewhere(eqn) if "out_shardings" in eqn.params else ()
     if name in ANYWHERE or name in PRICED:
         return ()
-    given, made = [_split(v.aval) for v in eqn.invars], [_split(v.aval) for v in eqn.outvars]
-    every = [names for each in (*given, *made) for names in each if names]
-    if not every:
+    operands, results = [_split(v.aval) for v in eqn.invars], [_split(v.aval) for v in eqn.outvars]
+    names = [name for split in (*operands, *results) for names in split for name in names]
+    if not names:
         return ()
-    found = None if name in UNPROVEN else factors(eqn)
+    table = None if name in UNPROVEN else factors(eqn)
     if name in ("reshard", "device_put"):
-        moved = _reshard(given, made) if name == "reshard" else _placed(given, made)
+        moved = _reshard(operands, results) if name == "reshard" else _placed(operands, results)
     else:
-        moved = [each for names in every for each in names] if found is None else _moved(eqn, found, given, made)
+        moved = names if table is None else _moved(eqn, table, operands, results)
     return tuple(dict.fromkeys(moved))
 
 
-def _moved(eqn: Any, found: Factors, given: list[Split], made: list[Split]) -> list[str]:
+def _moved(eqn: Any, table: Factors, operands: list[Split], results: list[Split]) -> list[str]:
     """Return the mesh axes moved by an equation, by the table of axes. It moves nothing if all operands split a kept
     factor alike, results split it at least so, a product splits its sums alike, and no other factor is split."""
     sizes = next(v.aval.sharding.mesh.shape for v in (*eqn.invars, *eqn.outvars) if not v.aval.sharding.mesh.empty)
     moved: list[str] = []
-    have = _by_factor(given, found.operands, found, sizes, moved)
-    wanted = _by_factor(made, found.results, found, sizes, moved)
+    have = _by_factor(operands, table.operands, table, sizes, moved)
+    wanted = _by_factor(results, table.results, table, sizes, moved)
     priced = "sum" if eqn.primitive.name == "dot_general" else None  # its type tells how much
-    for factor, kind in enumerate(found.kinds):
+    for factor, kind in enumerate(table.kinds):
         mine, theirs = have.get(factor, []), wanted.get(factor, [])
         one = max(mine, key=len, default=())
         local = {KEPT: ((), one), priced: (one,)}.get(kind)
@@ -143,16 +142,16 @@ def _moved(eqn: Any, found: Factors, given: list[Split], made: list[Split]) -> l
 
 
 def _by_factor(
-    splits: list[Split], factored: Any, found: Factors, sizes: Any, moved: list[str]
+    splits: list[Split], factored: Any, table: Factors, sizes: Any, moved: list[str]
 ) -> dict[int, list[tuple[str, ...]]]:
     """Return the mesh axes of each factor, as each array has them; axes ending within a factor are moved."""
-    each: dict[int, list[tuple[str, ...]]] = {}
+    by_factor: dict[int, list[tuple[str, ...]]] = {}
     for names, numbers in (axis for pair in zip(splits, factored, strict=True) for axis in zip(*pair, strict=True)):
-        over = dict(spread(numbers, names, found.sizes, sizes))
+        over = dict(spread(numbers, names, table.sizes, sizes))
         for factor in numbers:
-            each.setdefault(factor, []).append(over.get(factor, ()))
+            by_factor.setdefault(factor, []).append(over.get(factor, ()))
         moved += names[sum(map(len, over.values())) :]
-    return each
+    return by_factor
 
 
 def _split(aval: Any) -> Split:
@@ -175,9 +174,9 @@ def _wanted_elsewhere(eqn: Eqn) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _reshard(given: list[Split], made: list[Split]) -> list[str]:
+def _reshard(operands: list[Split], results: list[Split]) -> list[str]:
     """Return the mesh axes of a reshard without a price in types: axes that change places, or their order."""
-    source, target = given[0], made[0]
+    source, target = operands[0], results[0]
     turned: list[str] = []
     for have, wanted in zip(source, target, strict=True):
         kept = tuple(name for name in have if name in wanted)
@@ -188,6 +187,6 @@ def _reshard(given: list[Split], made: list[Split]) -> list[str]:
     return [*turned, *(moved if len(moved) >= 2 else [])]
 
 
-def _placed(given: list[Split], made: list[Split]) -> list[str]:
-    pairs = [each for each in zip(given, made, strict=True) if any(each[0]) and each[0] != each[1]]
+def _placed(operands: list[Split], results: list[Split]) -> list[str]:
+    pairs = [pair for pair in zip(operands, results, strict=True) if any(pair[0]) and pair[0] != pair[1]]
     return [name for pair in pairs for split in pair for names in split for name in names]

@@ -63,7 +63,7 @@ def walk(jaxpr: Jaxpr) -> Iterator[Line | Left | ChosenStrategy | Staged]:
 
 def scopes_in(jaxpr: Jaxpr) -> set[tuple[str, ...]]:
     """Return the nestings of signals around the equations of `jaxpr`."""
-    found: set[tuple[str, ...]] = set()
+    paths: set[tuple[str, ...]] = set()
     seen: set[tuple[int, tuple[str, ...]]] = set()
 
     def collect(jaxpr: Jaxpr, outer: Cause) -> None:
@@ -72,12 +72,12 @@ def scopes_in(jaxpr: Jaxpr) -> set[tuple[str, ...]]:
         seen.add((id(jaxpr), outer.path))
         for eqn in level(jaxpr):
             cause = outer.inside(eqn.source_info.name_stack.stack)
-            found.add(cause.path)
+            paths.add(cause.path)
             for each in inner(eqn):
                 collect(each, cause)
 
     collect(bare(jaxpr), Cause())
-    return found
+    return paths
 
 
 def has_transposed(jaxpr: Jaxpr) -> bool:
@@ -136,7 +136,7 @@ def _walk(jaxpr: Any, outside: Around) -> Iterator[Line | Left | ChosenStrategy 
 
 
 def _by_a_table(eqn: Eqn, around: Around) -> Around | None:
-    """Return the context of an equation with the runs in its scope: a loop over ticks runs it as its table does."""
+    """Return the context with the number of runs in the name scope of a loop over ticks; None outside such a loop."""
     stack = eqn.source_info.name_stack.stack
     if not (times := often(said(stack, "times"))):
         return None

@@ -42,8 +42,7 @@ class Ledger(Shown):
     stages: tuple[Staged, ...] = ()  # the schedules of its pipelines
 
     def why(self, word: str) -> str:
-        """Return why a parameter (`blocks/*/up/kernel`) has its layout, or how a line's equations (`model.py:31`)
-        run."""
+        """Return why a parameter (`blocks/*/up/kernel`) has its layout, or how a line's equations (`model.py:31`) run."""
         return why(self.claims, self.programs, word)
 
     @property

@@ -115,17 +115,17 @@ def whole(model: nnx.Module, placed: Mapping[str, Placed]) -> list[str]:
             kind = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
             entries.append(((place, signal.name, kind, words, size), path))
     rows = [(size * count, *row, path, count) for (*row, size), path, count in repeats(entries)]
-    found, left = [], sum(size for size, *_ in rows)
+    sentences, left = [], sum(size for size, *_ in rows)
     for size, place, name, kind, words, path, count in sorted(rows, key=lambda row: -row[0]):
         if 100 * left <= held:
             break
-        if len(found) == MOST:
-            found.append(f"other parameters are whole and could be split, {left:,} B on each device")
+        if len(sentences) == MOST:
+            sentences.append(f"other parameters are whole and could be split, {left:,} B on each device")
             break
         what = f"{path} x {count}" if count >= 2 else path
-        found.append(f"{place}  {name}  whole: {what} {kind}, {size:,} B on each device; would be split by {words}")
+        sentences.append(f"{place}  {name}  whole: {what} {kind}, {size:,} B on each device; would be split by {words}")
         left -= size
-    return found
+    return sentences
 
 
 def _parameters(model: nnx.Module, placed: Mapping[str, Placed]) -> Iterator[tuple[str, ModelArray, Any, Roles]]:

@@ -39,8 +39,8 @@ class Memory:
 
     @property
     def needed(self) -> int:
-        """Bytes held at a time: the sum of all parts, or peak plus program if that is less. The sum counts memory
-        twice that one loop frees for another. A TPU's peak also counts arrays in its VMEM."""
+        """Bytes held at a time: the sum of all parts, or peak plus program if that is less. The sum counts
+        memory twice that one loop frees for another. A TPU's peak also counts arrays in its VMEM."""
         return self.total if self.peak is None else min(self.total, self.peak + self.parts["program"])
 
     def over_budget(self) -> str | None:

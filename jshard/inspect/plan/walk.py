@@ -133,8 +133,8 @@ class _StepClock:
             self.open[name] = max(self.open.get(name, 0.0), begin + seconds)
 
     def _share_links(self, one: CompiledCollective, other: CompiledCollective) -> bool:
-        """Return True if two collectives share links. Axes of a torus have links of their own, and slices a
-        network. A GPU sends everything over one link, in its host or beyond."""
+        """Return True if two collectives share links. Axes of a torus have links of their own,
+        and slices a network. A GPU sends everything over one link, in its host or beyond."""
         if self.topology.chip.axes and not self.topology.spans_slices((*one.members, *other.members)):
             return len(set(one.members) & set(other.members)) > 1
         return link_rate(one.members, self.topology) == link_rate(other.members, self.topology)

@@ -19,8 +19,7 @@ MOST_DEVICES = 1024  # of a larger mesh only the first are drawn, and a sentence
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """Devices side by side along a mesh axis. `at` has the first and last index along each axis that tells rows
-    apart."""
+    """Devices side by side along a mesh axis. `at` has the first and last index along each axis that tells rows apart."""
 
     devices: tuple[int, ...]
     at: tuple[tuple[str, int, int], ...]

@@ -183,8 +183,8 @@ class _Trial:
 
     @functools.cached_property
     def natural(self) -> tuple[list[np.ndarray], float, list[float]]:
-        """The reference's results by the true operations in 64 bits, the general tolerance, and the tolerance of
-        each result. A result's tolerance is how far it moves when the inputs are moved by a rounding error."""
+        """The reference's results by the true operations in 64 bits, the general tolerance, and each result's
+        tolerance. A result's tolerance is at least twice its largest move under inputs moved by a rounding error."""
         numbers = self.program.natural()
         results, _ = self.reference.run(self.truly, numbers)
         tolerance = max(ROUNDING, 4 * self.last_bit)

@@ -225,12 +225,10 @@ def _factor(
     for count, is_large in itertools.product(range(1, len(live) + 1), (True, False)):
         small, large = (one, two) if is_large else (two, one)
         every = itertools.combinations(live, count)
-        fits = [
-            some for some in every if relative(large, math.prod(mesh[name] for name in some) * small, modulus) < 1e-6
-        ]
+        ways = lambda names: math.prod(mesh[name] for name in names)
+        fits = [names for names in every if relative(large, ways(names) * small, modulus) < 1e-6]
         if fits:
-            axes = " or ".join(" x ".join(f'"{name}"' for name in some) for some in fits)
-            size = math.prod(mesh[name] for name in fits[0])
+            axes, size = " or ".join(" x ".join(f'"{name}"' for name in names) for names in fits), ways(fits[0])
             word, why = "small", "a sum over it is missing, or it is divided by the count twice"
             if is_large:
                 word, why = "large", "an extra sum over it, or a mean by one device's count"
@@ -242,7 +240,7 @@ def _moved(one: np.ndarray, two: np.ndarray, mesh: Mapping[str, int]) -> bool:
     """Return True if the numbers are equal in another order, or each part of `two` is a part of `one`."""
     if np.array_equal(np.sort(one, axis=None), np.sort(two, axis=None)):
         return True
-    sizes = sorted({math.prod(some) for count in (1, 2) for some in itertools.combinations(mesh.values(), count)} - {1})
+    sizes = sorted({math.prod(ways) for count in (1, 2) for ways in itertools.combinations(mesh.values(), count)} - {1})
     for axis, parts in itertools.product(range(one.ndim), sizes):
         if one.shape[axis] % parts == 0:
             have, got = np.split(one, parts, axis), np.split(two, parts, axis)

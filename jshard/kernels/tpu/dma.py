@@ -85,7 +85,7 @@ class Group:
 
     @property
     def collective_id(self) -> int:
-        """Return the number of the barrier semaphore, different for each set of mesh axes.
+        """The number of the barrier semaphore, different for each set of mesh axes.
 
         Groups that cross must not share a semaphore: a device ahead in one group would count as present in the other.
         """
