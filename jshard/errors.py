@@ -62,6 +62,11 @@ def reason(error: OSError) -> str:
     return (error.strerror or "unknown reason").lower()
 
 
+def in_a_line(error: BaseException) -> str:
+    """Return an error's class and the first line of its message: `ValueError: no such axis`."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
 @contextlib.contextmanager
 def refused(fault: str, *, hint: str) -> Iterator[None]:
     """Turn the system's refusal of a file into a JShardError: `fault: permission denied; hint`."""

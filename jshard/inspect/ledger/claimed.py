@@ -47,8 +47,7 @@ class Claimed:
         times = f"{self.parameter} x {self.count}" if self.count >= 2 else self.parameter
         rest = "" if self.at_rest == self.in_use else f"at rest {_in_brackets(self.at_rest)}"
         part = f"{list(self.part)} each" if any(self.at_rest) else ""
-        in_use = _in_brackets(self.in_use)
-        lies = times, self.array, in_use, rest, part
+        lies = times, self.array, _in_brackets(self.in_use), rest, part
         annotated = f"annotated {self.annotation} in the model" if self.annotation else ""
         why = "; ".join(filter(None, (self.differs, annotated)))
         return str(self.place or "-"), self.signal, self.says, *lies, self.told_by, why

@@ -45,16 +45,14 @@ def facts_of_experiment(experiment: TrainingProgram) -> Facts:
     """Return the facts of a training step."""
     present = experiment.configuration
     train = present.train
-
     objective = partitioned(experiment.model, objective_of(experiment.loss))
     batch = experiment.first_batch()
     laid = _at_rest([((), experiment.model)], [experiment.optimizer])
     laid += [_laid(BATCH, ("batch", name), array, ()) for name, array in zip("xy", batch, strict=False)]
-    named = [component_words(train[key]) for key in ("model", "optimizer") if key in train]
-    batch_words = [f"batch {train['batch']}"] if "batch" in train else []
-    about = (*named, *batch_words)
+    about = [component_words(train[key]) for key in ("model", "optimizer") if key in train]
+    about += [f"batch {train['batch']}"] if "batch" in train else []
     traced = Traced(objective, (experiment.model, *batch), {})
-    return _facts(present.source, about, laid, traced, experiment.explain())
+    return _facts(present.source, tuple(about), laid, traced, experiment.explain())
 
 
 def facts_of_function(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:

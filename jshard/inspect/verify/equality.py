@@ -14,7 +14,7 @@ from jax.experimental.multihost_utils import process_allgather
 from rich.console import Console
 from rich.text import Text
 
-from jshard.errors import JShardError
+from jshard.errors import JShardError, in_a_line
 from jshard.inspect.verify.dataflow import (
     COMPARISON,
     last_bit,
@@ -111,8 +111,7 @@ def _traced_elsewhere(side: Side) -> None:
             raise
         raise fault from error
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise JShardError(f"{where}: {type(error).__name__}: {lines[0].rstrip('.')}", hint=hint) from error
+        raise JShardError(f"{where}: {in_a_line(error).rstrip('.')}", hint=hint) from error
     for found in (eqn.params["mesh"] for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"):
         if dict(found.shape).items() - side.sizes.items():
             raise JShardError(f"{where}: it has a shard_map over {in_words(found.shape)}", hint=hint)
@@ -251,10 +250,7 @@ class _Trial:
         try:
             plainly = self.program.changed_plainly()
         except Exception as error:
-            return (
-                [],
-                f"it can't be traced for one device: {type(error).__name__}: {str(error).strip().splitlines()[0]}",
-            )
+            return [], f"it can't be traced for one device: {in_a_line(error)}"
         return [
             Finding(side.sizes, name, "dropped", 0.0, 0.0, "", False, blamed(self._cause(name), ()), (), self._kind(name))
             for name in plainly if name.endswith(" after") and name not in changed

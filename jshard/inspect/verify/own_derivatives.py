@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jshard.errors import in_a_line
 from jshard.inspect.ledger.tracing import is_array, is_inexact
 from jshard.programs.jaxprs import Shaped
 from jshard.programs.provenance import own_line
@@ -97,5 +98,5 @@ def tested(call: Any, described: object) -> OwnDerivative:
             moved = ([x + step * v for x, v in zip(at, way, strict=True)] for step in (STEP, -STEP))
             more, less = (float(total(call.fun, [jnp.asarray(each) for each in values])) for values in moved)
     except Exception as error:
-        return dataclasses.replace(own, unknown=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+        return dataclasses.replace(own, unknown=in_a_line(error))
     return dataclasses.replace(own, by_rule=by_rule, by_difference=(more - less) / (2 * STEP))

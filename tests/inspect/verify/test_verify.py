@@ -406,6 +406,22 @@ def test_a_derivative_that_can_not_run_by_itself_is_named_too():
     ) and f"() at test_verify.py:{summed.fun.__code__.co_firstlineno}" in str(own)
 
 
+def test_a_derivative_that_fails_by_itself_without_a_message_is_named_too():
+    @jax.custom_jvp
+    def own(x):
+        if not jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError
+        return x
+
+    own.defjvp(lambda x, dx: (own(*x), *dx))
+
+    def f(x):
+        return jax.shard_map(own, mesh=jshard.mesh(), in_specs=P("data"), out_specs=P("data"))(x).sum()
+
+    (derivative,) = verify(f, put((8, 8), "data")).own
+    assert derivative.unknown == "ValueError"
+
+
 def test_verify_draws_a_bar_on_a_terminal_and_nowhere_else(capsys, monkeypatch):
     verify(two_layers, *hand_written(), backward=False)
     assert capsys.readouterr().err == ""
