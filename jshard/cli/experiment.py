@@ -87,6 +87,5 @@ def pretend_where_none(configuration: Configuration) -> None:
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """Return whether a log record is of use. Without a GPU, a page on CUDA's libraries is not: the
-    compiler for plans installs that plugin."""
+    """Return whether a log record is of use: without a GPU, a page on CUDA's libraries is not."""
     return "plugin configuration error" not in record.getMessage() or bool(glob.glob("/dev/nvidia[0-9]*"))

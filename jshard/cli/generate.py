@@ -91,8 +91,7 @@ def run(chosen: argparse.Namespace) -> int:
 def streamed(
     words: Tokenizer, prompts: Sequence[str], made: Iterator[list[int | None]], stop: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yield the text of the first prompt while it is made, then the others whole. Each ends after
-    the first text of `stop` in it."""
+    """Yield the first prompt's text as it is made, then the others; each ends after the first text of `stop`."""
     tokens: list[list[int]] = [[] for _ in prompts]
 
     def text(row: list[int]) -> str:

@@ -69,7 +69,7 @@ def join(
     facts = {"configuration": facts_of(configuration), **facts}
     init(facts=facts, preemption=preemption, **configuration.train.get("watchdog", {}))
     agree("devices", {"devices of a process": str(jax.local_device_count()), "kind": jax.devices()[0].device_kind},
-          hint="give each process as many, of one kind")  # fmt: skip
+          hint="give each process equally many devices, of one kind")  # fmt: skip
     if asked_mesh is not None:
         for label, sizes in {f"jshard.mesh ({asked_mesh.place})": {}, **(meshes or {})}.items():
             full = dict(zip(asked_mesh.names, asked_mesh.sizes, strict=True)) | dict(sizes)

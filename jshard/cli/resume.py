@@ -90,8 +90,7 @@ def trained(target: Target, resume: Callable[[], Checkpoint] | None) -> int:
 
 
 def found(run: Path, which: str) -> tuple[Path, Path, str]:
-    """Return the folder of checkpoints, the configuration and the checkpoint. `run` is a run, such
-    a folder or a checkpoint."""
+    """Return folder, configuration and step of a checkpoint. `run` is a run, its checkpoints, or one of them."""
     if (run / MANIFEST).is_file():
         return run.parent, run / CONFIGURATION, run.name
     if (run / CONFIGURATION).is_file():

@@ -105,8 +105,7 @@ def _slurm(environment: Mapping[str, str]) -> Membership | None:
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Membership | None:
-    """Return the membership of a process of `mpirun`. Version 4 gives its host by an address,
-    version 5 by the job's name."""
+    """Return the membership under `mpirun`: version 4 has an address of its host, version 5 a name in the job's."""
     count, rank = map(environment.get, ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"))
     if not (count and rank) or count == "1":
         return None

@@ -229,8 +229,7 @@ def _lost(error: BaseException) -> tuple[int, JShardError] | None:
 
 
 def _came_under_way(error: JShardError) -> bool:
-    """Return whether something failed after the first step, such as a disk of data. A restart may
-    help, unless the disk is full."""
+    """Return whether something but a full disk failed after the first step: a restart may help."""
     cause = error.__cause__
     return _Joined.pulse.step > 0 and isinstance(cause, Exception) and getattr(cause, "errno", None) not in FULL
 

@@ -230,7 +230,7 @@ def fault_of(worker: Worker) -> str:
     rank, where = worker.rank, worker.where()
     culprit = worker.facts.get("culprit")
     if culprit is not None and culprit != rank:
-        return f"rank {culprit} was at fault, as rank {rank} says above; all were stopped"
+        return f"rank {culprit} was at fault, as rank {rank} reports above; all were stopped"
     if worker.status == MISTAKE:
         return f"all were stopped: the reason is above, by rank {rank}"
     if worker.status == SAVED:

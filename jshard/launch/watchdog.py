@@ -29,8 +29,7 @@ LOST = 20  # missing notes that are a fault by themselves
 
 
 def watch(membership: Membership, pulse: Pulse, limit: float) -> Callable[[], None]:
-    """Start the watching threads; return a function to end them. `limit` is the seconds without a
-    step before a run counts as hung."""
+    """Start the watching threads; return a function to end them. `limit` is the seconds of a hung step."""
     answers = _Answers(TALK * max(1.0, membership.processes / CROWD))
     threads = [
         threading.Thread(target=_talk, args=(membership, pulse, answers), daemon=True, name="jshard talk"),
@@ -40,8 +39,7 @@ def watch(membership: Membership, pulse: Pulse, limit: float) -> Callable[[], No
         thread.start()
 
     def stop() -> None:
-        """End the threads: Python can't end with a thread in a call of JAX's service. Such a call
-        ends in a few seconds."""
+        """End the threads: Python can't end while a thread asks JAX's service, for a few seconds at most."""
         answers.over.set()
         for thread in threads:
             thread.join(5)

@@ -37,8 +37,7 @@ def without_chatter(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class Worker:
-    """A process with its events: ("line", worker, stream, text), ("status", worker, facts) and
-    ("end", worker, status)."""
+    """A process with events: ("line", worker, stream, text), ("status", worker, facts), ("end", worker, status)."""
 
     def __init__(self, rank: int, command: Sequence[str], variables: Mapping[str, str], events: queue.SimpleQueue[Any]):
         self.rank, self.events = rank, events

@@ -182,8 +182,7 @@ def _telling(doors: Mesh) -> Any:
 def moved(
     op_name: str, shape: Sequence[int], dtype: Any, source: Where, target: Where, *, by: str = "", moves: Sequence[str] = ()
 ) -> None:  # fmt: skip
-    """Send the event of a transfer, with the bytes of the whole array. `by` is the signal behind
-    it; `moves` are its collectives and slices."""
+    """Send the event of a transfer. `by` is the signal behind it; `moves` are its collectives and slices."""
     if events.listeners:
         events.tell(
             "moved", op_name=op_name, by=by, moves=list(moves), shape=list(shape), dtype=str(dtype),

@@ -31,8 +31,7 @@ def _set_platforms(platforms: str) -> None:
 
 
 def _may_start() -> bool:
-    """Return whether JAX is imported and its backends are not started: then it reads its config,
-    but not the environment."""
+    """Return whether JAX is imported, and so has read the environment, but has started no backend."""
     if "jax" not in sys.modules:
         return False
     from jax._src.xla_bridge import backends_are_initialized

@@ -70,8 +70,7 @@ def plan_moves(source: Axes, target: Axes) -> tuple[Move, ...]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def take_slice(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:
-    """Return this device's shard of an array equal on all devices of `mesh_axis`; its gradient is
-    gathered, not summed."""
+    """Return this device's shard of an array equal on all devices of `mesh_axis`; its gradient is gathered."""
     size = x.shape[axis] // lax.axis_size(mesh_axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(mesh_axis) * size, size, axis)
 

@@ -96,8 +96,7 @@ def _by_broadcast(
 
 
 def _agreed(x: object, where: Any, root: int, method: str, doors: Mesh) -> tuple[Layout, tuple[int, ...], np.dtype]:
-    """Return the layout of this rank, the shape and the dtype, equal on all processes. `where` is a
-    Layout, or a NamedSharding of any rank."""
+    """Return layout, shape and dtype, equal on all processes. `where` is a Layout, or a NamedSharding."""
     devices = listed(where.mesh.devices.flat)
     call = f'{as_layout(where, None, label="jshard.scatter")!r} of {devices}, root={root!r}, method="{method}"'
     told = tell(doors, {"call": call[:1000], "gave": _described(x)})
@@ -140,7 +139,7 @@ def _described(x: object) -> dict[str, Any] | None:
         return {"fault": f"jshard.scatter {fault}", "hint": hint}
 
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        fault = "takes an array on the root's host, and this one lies on devices of other processes"
+        fault = "takes an array on the root's host, but this array is on devices of other processes"
         return wrong(fault, "use jshard.place(x, layout)")
     host = _on_host(x)
     held = jax.dtypes.canonicalize_dtype(host.dtype)

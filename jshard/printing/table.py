@@ -25,8 +25,7 @@ Block = Rows | str  # a table, or a sentence
 
 
 class Shown:
-    """A base class for objects printed as blocks of text, and shown as tables in a notebook. A
-    dataclass derived from it sets `repr=False`."""
+    """A base class for results, printed as text and shown as tables in a notebook. Dataclasses set `repr=False`."""
 
     def blocks(self) -> Iterator[Block]:
         raise NotImplementedError

@@ -1,5 +1,4 @@
-"""Signals: named places in a program, and the YAML that lays each out on the mesh. The names here
-need no JAX; `jshard.signals.scope` does."""
+"""Signals: named places in a program, and the YAML of their layouts. The names here need no JAX."""
 
 from jshard.signals.config import Configuration as Configuration
 from jshard.signals.config import MeshPlan as MeshPlan

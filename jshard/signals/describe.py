@@ -31,7 +31,7 @@ def signal_words(signal: Signal, backward: Signal) -> Iterator[str]:
     if signal.sequence:
         yield f"activations between layers split by sequence over {' x '.join(signal.sequence)}"
     if signal.stage:
-        kinds = {"equal": "split over the stages of the pipeline", "balance": "on stages of about as many FLOP"}
+        kinds = {"equal": "split over the stages of the pipeline", "balance": "on stages of about equal FLOP"}
         layers = f"layers {kinds.get(signal.stage) or f'on stages ({signal.stage})'}"
         yield f"on stage {signal.stage} of the pipeline" if signal.stage.isdecimal() else layers
     if signal.expert:

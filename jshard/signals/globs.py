@@ -181,7 +181,7 @@ def _fault(glob: str) -> tuple[str, str]:
     plain = "".join(text for text, *_ in choices)  # alternatives hold no brace
     if "{" in plain or "}" in plain:
         if glob.count("{") == glob.count("}"):
-            return "whose braces stand inside each other or the wrong way round", 'write "{a,b,c}"'
+            return "whose braces are nested or in the wrong order", 'write "{a,b,c}"'
         if "{" in plain:
             return 'whose "{" is not closed', 'write "}" after the last alternative'
         return 'whose "}" has no "{" before it', 'write "{" before the first alternative'

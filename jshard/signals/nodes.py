@@ -19,8 +19,7 @@ Scalar: TypeAlias = str | int | float | bool | None
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A value and its place in the text. `keys` has the place of each key of a mapping; with
-    aliases, a key need not be beside its value."""
+    """A value and its place. `keys` has the place of each key; an alias has its value at another place."""
 
     value: Scalar | list[Node] | dict[str, Node]
     place: Location
@@ -53,8 +52,7 @@ _REAL = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+
 
 
 def scalar(text: str) -> Scalar:
-    """Return the meaning of an unquoted word by YAML 1.2, and of `1_000` as 1000. A number of over
-    40 characters stays a word."""
+    """Return the meaning of an unquoted word by YAML 1.2; `1_000` is 1000. Over 40 characters stay a word."""
     if text in _WORDS:
         return _WORDS[text]
     if len(text) > 40:

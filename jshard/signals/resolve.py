@@ -64,8 +64,7 @@ def is_template(name: str) -> bool:
 
 
 def _misspelt(root: Node, faults: Faults) -> Node | None:
-    """Report a misspelled "jshard" and return its node, for the faults in it. Faults that follow
-    from the missing "jshard" are not reported."""
+    """Report a misspelled "jshard" and return its node, for its faults to replace those of a missing "jshard"."""
     assert isinstance(root.value, dict)
     for name, node in root.value.items():
         keys = {*node.value} if isinstance(node.value, dict) else set()

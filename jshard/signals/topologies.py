@@ -1,5 +1,4 @@
-"""Names of topologies such as `v5e:4x4`: chips, counts and shapes. Checking a configuration imports
-no JAX; `jshard.hardware.chips` has the chips."""
+"""Names of topologies such as `v5e:4x4`, read without JAX; `jshard.hardware.chips` has the chips."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Trust:
         for spec in specs_of(name):
             if spec.origin is None or (spec.has_location and self._holds(spec.origin)):
                 continue  # a folder without __init__.py runs nothing
-            where = f"lies in {shown_path(spec.origin)}" if spec.has_location else "is part of Python"
+            where = f"is in {shown_path(spec.origin)}" if spec.has_location else "is part of Python"
             scope = "named by a copy in a run" if self.folder is None else f"outside of {self.folder}"
             raise Untrusted(f"{label} {name} {where}, and no file {scope} may run")
 

@@ -34,8 +34,7 @@ class Reading:
 
 
 class Kind(Protocol):
-    """A kind of value. `read` returns the value, or None after noting a fault; `wants` and
-    `example` end the fault's sentence."""
+    """A kind of value. `read` returns the value, or None after a fault; `wants` and `example` end its sentence."""
 
     @property
     def wants(self) -> str: ...
@@ -102,8 +101,7 @@ MOST_STAGES = 2**31
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The stages of layers: a word, a stage number, or a mapping from layer ranges to stage
-    numbers. Read as text, as in "0..5: 0, 6..11: 1"."""
+    """A word, a stage number, or a mapping from layer ranges to stages, read as text: "0..5: 0, 6..11: 1"."""
 
     words: tuple[str, ...] = ("equal", "balance")
     wants: str = "equal, balance, a number, or ranges of layers with the stage of each"
@@ -183,8 +181,9 @@ def number(example: str) -> Single:
     """Return a kind for a number above 0."""
 
     def parse(value: object) -> float | None:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return float(value) if is_number and 0 < value <= sys.float_info.max else None  # type: ignore[operator]  # a number here
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return None
+        return float(value) if 0 < value <= sys.float_info.max else None
 
     return Single("a number above 0", example, parse, {"type": "number", "exclusiveMinimum": 0})
 

@@ -113,7 +113,7 @@ def test_a_function_of_python_is_not_run(capsys, command):
 @pytest.mark.parametrize("command", READ)
 def test_a_module_of_this_folder_is_not_run_by_a_yaml_elsewhere(capsys, command):
     path = written("theirs/x.yaml", data="evil:data")
-    sentence = 'jshard.train.data (theirs/x.yaml:5) is "evil:data", but evil lies in evil.py, and no file outside of theirs may run'
+    sentence = 'jshard.train.data (theirs/x.yaml:5) is "evil:data", but evil is in evil.py, and no file outside of theirs may run'
     assert refused(capsys, command, path) == sentence
 
 
@@ -156,7 +156,7 @@ def test_an_included_file_has_the_trust_of_the_file_that_is_typed(capsys):
     sys.path.insert(0, str(Path("elsewhere").absolute()))
     Path("evil.py").unlink()
     Path("theirs/y.yaml").write_text("jshard: {include: ../elsewhere/x.yaml}\n")
-    assert "evil lies in elsewhere/evil.py, and no file outside of theirs may run" in refused(
+    assert "evil is in elsewhere/evil.py, and no file outside of theirs may run" in refused(
         capsys, "explain", "theirs/y.yaml"
     )
 
@@ -178,7 +178,7 @@ def _run():
     *(["explain", path] for path in ("configuration.yaml", "checkpoints/4/configuration.yaml", "checkpoints/4/renamed.yaml")),
 ], ids=" ".join)  # fmt: skip
 def test_a_copy_in_a_run_runs_no_file(capsys, words):
-    assert refused(capsys, *words).endswith("but evil lies in evil.py, and no file named by a copy in a run may run")
+    assert refused(capsys, *words).endswith("but evil is in evil.py, and no file named by a copy in a run may run")
     assert str(Path.cwd()) not in sys.path  # where a file could stand for a module that jshard imports
 
 

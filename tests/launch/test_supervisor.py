@@ -331,7 +331,7 @@ def test_supervisor_believes_who_names_the_fault_and_not_who_broke_off_behind_it
     ):
         one.events.put(event)
     first = one._follow([broken, knowing])
-    assert (first, fault_of(first)) == (knowing, "rank 2 was at fault, as rank 3 says above; all were stopped")
+    assert (first, fault_of(first)) == (knowing, "rank 2 was at fault, as rank 3 reports above; all were stopped")
     assert capsys.readouterr().err == "[3] rank 2 keeps the others waiting\n"
 
 
@@ -358,7 +358,7 @@ def test_supervisor_keeps_what_a_process_said_of_the_fault_when_a_beat_comes_beh
         one.events.put(event)
     first = one._follow([knowing])
     assert first is knowing and first.facts["step"] == 6
-    assert fault_of(first) == "rank 2 was at fault, as rank 0 says above; all were stopped"
+    assert fault_of(first) == "rank 2 was at fault, as rank 0 reports above; all were stopped"
 
 
 @pytest.mark.parametrize("is_gone", [True, False])

@@ -62,7 +62,7 @@ def test_scatter_in_two_processes_of_two_devices():
         "give it x.astype(np.float32)",
         "words": "jshard.scatter was given an array of <U1, which it can't scatter; "
         "give it numbers, for instance x.astype(np.float32)",
-        "scattered": "jshard.scatter takes an array on the root's host, and this one lies on devices of other processes; "
+        "scattered": "jshard.scatter takes an array on the root's host, but this array is on devices of other processes; "
         "use jshard.place(x, layout)",
         "own meshes": "process 1 called jshard.scatter with Layout([w] on {w: 2}) of devices 2 to 3, root=0, "
         'method="scatter", but process 0 with Layout([w] on {w: 2}) of devices 0 to 1, root=0, method="scatter"; '

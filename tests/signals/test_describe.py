@@ -36,7 +36,7 @@ WORDS = [
     ({"remat": "chunk"}, ["replicated", "activations recomputed in backward of each chunk of layers"]),
     ({"remat": ("q", "k")}, ["replicated", "activations recomputed in backward, except q, k"]),
     ({"stage": "equal"}, ["replicated", "layers split over the stages of the pipeline"]),
-    ({"stage": "balance"}, ["replicated", "layers on stages of about as many FLOP"]),
+    ({"stage": "balance"}, ["replicated", "layers on stages of about equal FLOP"]),
     ({"stage": "0..5: 0, 6..7: 1"}, ["replicated", "layers on stages (0..5: 0, 6..7: 1)"]),
     ({"stage": "1"}, ["replicated", "on stage 1 of the pipeline"]),
     ({"compile": True}, ["replicated", "each layer compiled as one program, its backward as another"]),

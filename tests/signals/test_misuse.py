@@ -540,7 +540,7 @@ IN_A_FILE = {
         + "layer1:\n  match:\n    - a/{q,k\n    - a/q}/b\n    - a/{q,{k,v}}\n    - /a\n    - 'a**/b'\n    - b\n    - b\n",
         'signal "layer1" (FILE:5) has match "a/{q,k", whose "{" is not closed; write "}" after the last alternative',
         'signal "layer1" (FILE:6) has match "a/q}/b", whose "}" has no "{" before it; write "{" before the first alternative',
-        'signal "layer1" (FILE:7) has match "a/{q,{k,v}}", whose braces stand inside each other or the wrong way round; '
+        'signal "layer1" (FILE:7) has match "a/{q,{k,v}}", whose braces are nested or in the wrong order; '
         'write "{a,b,c}"',
         'signal "layer1" (FILE:8) has match "/a", which has an empty part; write "a"',
         'signal "layer1" (FILE:9) has match "a**/b", which has "**" and other letters in one part; write "*" within a part, '
