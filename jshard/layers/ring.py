@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -161,10 +161,11 @@ class AttentionRing:
     form: Form
     names: tuple[str, ...]
     length: int  # of one device's part
+    devices: int = 0  # along `names`; 0 inside shard_map, where the mesh says it
 
     @property
     def size(self) -> int:
-        return axis_size(self.names)
+        return self.devices or axis_size(self.names)
 
     @property
     def is_balanced(self) -> bool:
@@ -176,6 +177,15 @@ class AttentionRing:
         if self.form.causal and self.form.window is not None:
             return min(self.size - 1, -(-(self.form.window - 1) // self.length))
         return self.size - 1
+
+    def sent(self, q: int, k: int, segments: Sequence[int], wide: int) -> Any:
+        """Return the bytes that a device sends forward for each of q, k, v and segments, and backward for all.
+
+        Arguments are the bytes of each part; `wide` those of the gradient of k, until it is home."""
+        twice, hops = 2 * self.is_balanced, self.hops
+        forward = [twice * q, *((twice // 2 + hops) * each for each in (k, k, *segments))]
+        home = 2 * (hops + 1) * wide if hops else 0
+        return forward, twice * (q + k) + hops * (2 * k + sum(segments)) + home
 
     def hop(self, tree: object, by: int = 1) -> Any:
         return jax.tree.map(lambda x: permute(x, self.names, shift=by), tree)

@@ -17,6 +17,7 @@ from jax import Array
 from jshard.errors import JShardError
 from jshard.layers import ring as on_device
 from jshard.layers.partition.by_hand import HandRule, by_hand
+from jshard.layers.partition.local_sizes import local_shape
 from jshard.layers.partition.part import Part, moving_as, names_of, vary
 from jshard.layers.partition.plan import Step
 from jshard.layers.partition.planner import Planned, Planner
@@ -33,7 +34,8 @@ def ring_attention(form: Form) -> Callable[..., Array]:
     """Return `f(q, k, v, segments)`, `segments` being a tuple of one array or none. Its backward pass keeps q, k, v, the result
     and the logs of the softmax's denominators."""
     forward = by_hand(
-        functools.partial(on_device.forward, form), HandRule(_plan_forward, functools.partial(_forward_rule, form))
+        functools.partial(on_device.forward, form),
+        HandRule(_plan_forward, *(functools.partial(each, form) for each in (_forward_rule, _sent))),
     )
     backward = by_hand(
         functools.partial(on_device.backward, form), HandRule(_plan_backward, functools.partial(_backward_rule, form))
@@ -118,8 +120,20 @@ def _plan_forward(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     axes = inside.q, inside.k, inside.k, *[(inside.rows, inside.places)] * len(values[3:])
     for value, a in zip(values, axes, strict=True):
         plan.have(value, a)
+    if how == ULYSSES:
+        plan.have(Value(values[0].shape, inside.q, values[0].dtype), split.q)
     made = zip(eqn.outvars, (split.q, inside.q, inside.q[:3], *axes), strict=True)
     return [Value(tuple(v.aval.shape), a, v.aval.dtype) for v, a in made], Step(how)
+
+
+def _sent(form: Form, eqn: Eqn, step: Step, sizes: Mapping[str, int]) -> Any:
+    """Return the mesh axes of the ring, and the bytes that a device sends: forward for each operand, and backward."""
+    places = step.results[0][1] if step.how == RING else ()
+    parts = [local_shape(v.aval.shape, a, sizes) for v, a in zip(eqn.invars, step.results[3:], strict=True)]
+    q, k, _, *segments = (math.prod(p) * v.aval.dtype.itemsize for p, v in zip(parts, eqn.invars, strict=True))
+    devices = math.prod(sizes[name] for name in places)
+    ring = on_device.AttentionRing(form, places, parts[0][1], devices)
+    return places, *ring.sent(q, k, segments, 4 * math.prod(parts[1]))
 
 
 def _exchanged(plan: Planner, split: _Split, values: list[Value]) -> _Split:

@@ -36,6 +36,7 @@ class HandRule(NamedTuple):
 
     plan: PlanRule
     run: Rule
+    sent: Callable[..., Any] | None = None  # returns the bytes that no move sends
 
 
 def by_hand(whole: Callable[..., Any], rule: HandRule) -> Callable[..., list[Array]]:

@@ -29,7 +29,8 @@ TANGENTS = "tangents"
 
 def _plan_anew(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     made, inside = plan.program(eqn.params["jaxpr"], [plan.array(value).inside() for value in values])
-    return [plan.force(value).outside() for value in made], Step(inside=(inside,))
+    with plan.ending(inside):
+        return [plan.force(value).outside() for value in made], Step(inside=(inside,))
 
 
 def _plan_cond(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
@@ -38,10 +39,11 @@ def _plan_cond(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     plans, axes = [], None
     for branch in eqn.params["branches"]:
         made, inside = plan.program(branch, [value.outside() for value in given])
-        made = [plan.force(value) for value in made]
-        axes = axes or [value.axes for value in made]
-        for value, a in zip(made, axes, strict=True):
-            plan.need(value, a)
+        with plan.ending(inside):
+            made = [plan.force(value) for value in made]
+            axes = axes or [value.axes for value in made]
+            for value, a in zip(made, axes, strict=True):
+                plan.need(value, a)
         plans.append(inside)
     if eqn.params.get("branches_platforms") is None:
         plan.need(index, ())
@@ -57,8 +59,9 @@ def _plan_own_derivative(plan: Planner, eqn: Eqn, values: list[Value]) -> Planne
     pairs = list(zip(values, eqn.invars, strict=True))
     values = [plan.force(value).outside() if isinstance(atom, Var) else value for value, atom in pairs]
     made, inside = plan.program(called(eqn), values)
-    # what moves an operand can't be transposed, as a rule for tangents is
-    return [plan.force(value).outside() for value in made], Step(TANGENTS if by_tangents else "", inside=(inside,))
+    how = TANGENTS if by_tangents else ""  # what moves an operand can't be transposed, as a rule for tangents is
+    with plan.ending(inside):
+        return [plan.force(value).outside() for value in made], Step(how, inside=(inside,))
 
 
 def _plan_dropped(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:

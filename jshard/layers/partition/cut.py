@@ -114,18 +114,14 @@ def _plan_cut(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
         results, inside = plan.program(body, values)
         return results, Step(body=body, inside=(inside,))
 
-    @functools.cache
-    def cut_once(others: Names) -> None:
-        plan.need(value, value.axes, others)
-
     def piece(variable: Any) -> Value:
         shape, dtype = tuple(variable.aval.shape), variable.aval.dtype
         if value.signal is None:
-            cut_once(frozenset())
+            plan.need(value, value.axes)
             return Value(shape, value.axes, dtype)
 
         def recipe(axes: Axes, others: Names) -> None:
-            cut_once(others)
+            plan.need(value, value.axes, others)
             plan.need(Value(shape, value.axes, dtype, value.signal), axes, others)
 
         return Value(shape, value.axes, dtype, value.signal, recipe=recipe)

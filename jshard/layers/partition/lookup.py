@@ -66,7 +66,7 @@ def _plan_at_rest(plan: Planner, eqn: Eqn, values: list[Value], found: Factors, 
     every = _without(indices.axes, names)
     own = plan.place(indices, indices.axes)
     plan.have(own, every)
-    at_rest = Value(table.shape, table.rest, table.dtype, table.signal)
+    at_rest = Value(table.shape, table.rest, table.dtype, table.signal, variable=table.variable)
     (here,), step = _plan_gather(plan, eqn, [at_rest, Value(indices.shape, every, indices.dtype)])
     others = _without(here.axes, names)
     target = tuple((*want, *(n for n in have if n not in want)) for want, have in zip(answers, others, strict=True))

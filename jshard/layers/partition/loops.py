@@ -52,13 +52,14 @@ def _plan_scan(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     def body(axes: list[Axes]) -> tuple[list[Value], Plan]:
         state = [Value(value.shape, a, value.dtype) for value, a in zip(carry, axes, strict=True)]
         made, inside = plan.program(jaxpr, [*(v.inside() for v in consts), *state, *(v.one_turn() for v in over)])
-        made[carried:] = [plan.force(value) for value in made[carried:]]
-        for value, a in zip(made, axes, strict=False):
-            plan.need(value, a)
+        with plan.ending(inside):
+            made[carried:] = [plan.force(value) for value in made[carried:]]
+            for value, a in zip(made, axes, strict=False):
+                plan.need(value, a)
         return made, inside
 
     axes, made, inside = _settled([plan.force(value).axes for value in carry], consts, body)
-    need_before(consts, plan.need)
+    plan.before(consts)
     for value, a in zip(carry, axes, strict=True):
         plan.need(value, a)
     results = [Value(value.shape, a, value.dtype) for value, a in zip(carry, axes, strict=True)]
@@ -112,8 +113,10 @@ def _plan_one_turn(plan: Planner, eqn: Eqn, given: Sequence[Value], over: Sequen
     each = [_plan_led_by(plan, value, ()).one_turn() for value in over]
     made, inside = plan.program(eqn.params["jaxpr"], [*given, *each])
     _, carried = scanned(eqn)
-    left = zip(eqn.outvars[carried:], [plan.force(value) for value in made[carried:]], strict=True)
-    stacked = [Value(tuple(v.aval.shape), ((), *value.axes), value.dtype) for v, value in left]
+    with plan.ending(inside):
+        left = [plan.force(value) for value in made[carried:]]
+    pairs = zip(eqn.outvars[carried:], left, strict=True)
+    stacked = [Value(tuple(v.aval.shape), ((), *value.axes), value.dtype) for v, value in pairs]
     return [*made[:carried], *stacked], Step(ONE_TURN, inside=(inside,))
 
 
@@ -148,19 +151,21 @@ def _plan_while(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
 
     def body(axes: list[Axes]) -> tuple[list[Value], Plan]:
         made, inside = plan.program(asked["body_jaxpr"], [*(value.inside() for value in consts), *state(axes)])
-        for value, a in zip(made, axes, strict=True):
-            plan.need(value, a)
+        with plan.ending(inside):
+            for value, a in zip(made, axes, strict=True):
+                plan.need(value, a)
         return made, inside
 
     def state(axes: list[Axes]) -> list[Value]:
         return [Value(value.shape, a, value.dtype) for value, a in zip(carry, axes, strict=True)]
 
     axes, _, inside = _settled([plan.force(value).axes for value in carry], consts, body)
-    need_before(consts, plan.need)
+    plan.before(consts)
     for value, a in zip(carry, axes, strict=True):
         plan.need(value, a)
     (found,), test = plan.program(asked["cond_jaxpr"], [*(value.outside() for value in test_consts), *state(axes)])
-    plan.need(found, ())
+    with plan.ending(test):
+        plan.need(found, ())
     return state(axes), Step(inside=(test, inside), carried=tuple(axes))
 
 

@@ -17,6 +17,25 @@ Names = frozenset[str]
 Remat = str | tuple[str, ...]  # the word, or the names, of a signal
 
 
+@dataclasses.dataclass(eq=False)
+class Brought:
+    """An array brought from `source`, or gathered from `rest`, to `target`, where it varies over `names`.
+
+    Equations that need it alike share one."""
+
+    variable: Any  # the array, or the `Brought` that made it; None for one made of those before it
+    shape: tuple[int, ...]
+    dtype: Any
+    wire: Any  # the dtype that it is gathered in, if another
+    source: Axes
+    target: Axes
+    names: Names
+    rest: Axes | None
+    rows: tuple[str, ...]  # the mesh axes of rows, over which the gradient of a stored shard is summed
+    parts: tuple[Brought, ...]  # the operands of an operation that was put off, brought first
+    before: Brought | None = None  # the same array, brought once before the loop around this
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """One equation: `how` its rule runs it, where there are several ways; `inside` are the plans of programs that it holds."""
@@ -26,6 +45,7 @@ class Step:
     operands: tuple[Axes, ...] = ()  # how they lie before it
     results: tuple[Axes, ...] = ()
     moves: tuple[tuple[Axes, Axes], ...] = ()  # of operands, from where they lie to where it needs them
+    brought: tuple[Brought, ...] = dataclasses.field(default=(), compare=False)
     claims: tuple[Signal | None, ...] = ()  # of operands
     inside: tuple[Plan, ...] = ()
     body: Any = None  # a program that is run in the place of the equation
@@ -43,9 +63,10 @@ class Step:
     )  # operands whose gradients stay unreduced, and over what
 
 
-Plan = Mapping[Hashable, Step]
+Plan, Steps = Mapping[Hashable, Step], dict[Hashable, Step]
 
 CALL, PUT_OFF, AT_REST, WHOLE, DONE, SHARED = "call", "put off", "at rest", "whole", "done", "shared"
+END = "end"  # the key of a program's last step, which brings its results to where they are returned
 
 
 def names_of(axes: Axes) -> Names:

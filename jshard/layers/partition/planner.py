@@ -18,9 +18,9 @@ from jshard.errors import JShardError
 from jshard.layers.partition.choice import asked_of, choose, foreseen, ways
 from jshard.layers.partition.fused import Fused, fused
 from jshard.layers.partition.local_sizes import Choice, axes_of
-from jshard.layers.partition.plan import AT_REST, CALL, DONE, PUT_OFF, WHOLE, Names, Plan, Step, key_of
+from jshard.layers.partition.plan import AT_REST, CALL, DONE, END, PUT_OFF, WHOLE, Brought, Names, Step, Steps, key_of
 from jshard.layers.partition.unreduced import Ran
-from jshard.layers.partition.value import Lying, Value, claim_of
+from jshard.layers.partition.value import Lying, Value, claim_of, need_before
 from jshard.layouts.axes import Factors, factors
 from jshard.layouts.primitives import ELEMENTWISE, unknown_parameters
 from jshard.layouts.redistribution import Axes
@@ -68,10 +68,11 @@ class Planner:
         self.path: tuple[Hashable, ...] | None = ()  # the calls around it; None in what holds a program of its own
         self.ran: list[Ran] = []
         self.needs: list[tuple[Value, Axes, Names]] = []
+        self.brought: list[Brought] = []  # by the equation that is read now
 
     # -- a jaxpr --
 
-    def program(self, program: Any, values: Sequence[Value]) -> tuple[list[Value], Plan]:
+    def program(self, program: Any, values: Sequence[Value]) -> tuple[list[Value], Steps]:
         """Plan a jaxpr, closed or open, whose arguments lie like this."""
         jaxpr, outer, products = bare(program), self.jaxpr, fused(bare(program))
         known, pieces, plan = dict[Any, Value](), dict[Any, Value](), dict[Hashable, Step]()
@@ -89,7 +90,12 @@ class Planner:
 
         given = [*(number(v.aval) for v in jaxpr.constvars), *values]
         self.found |= {v: value.axes for v, value in zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True)}
+        of_caller = [value.variable for value in given]
+        for variable, value in zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True):
+            value.variable = variable
         ends = evaluate(jaxpr, given, step, lambda literal: number(literal.aval), known)
+        for value, variable in zip(given, of_caller, strict=True):
+            value.variable = variable
         self.jaxpr = outer
         return ends, plan
 
@@ -98,7 +104,7 @@ class Planner:
         for value in values:
             value.settle()
         self._use(eqn, values)
-        claim, begin = self.nearest, len(self.needs)
+        claim, begin, outer, self.brought = self.nearest, len(self.needs), self.brought, []
         operands = tuple(value.axes for value in values)
         if eqn.primitive.name not in self.rules and called(eqn) is not None and not unknown_parameters(eqn):
             step, results = self._call(eqn, values)
@@ -109,10 +115,12 @@ class Planner:
         for variable, value in zip(eqn.outvars, results, strict=True):
             if value.is_put_off and value.signal is not None and not any(value.axes):
                 value.axes = self.wanted.get(variable, value.axes)
-            self.found[variable] = value.axes
+            self.found[variable], value.variable = value.axes, variable
         needs = [] if step.inside else self.needs[begin:]
+        brought, self.brought = tuple(self.brought), outer
         return results, dataclasses.replace(
             step,
+            brought=brought,
             operands=operands,
             results=tuple(value.axes for value in results),
             moves=tuple((v.axes, axes) for v, axes, _ in needs if not v.is_put_off and v.axes != axes),
@@ -127,7 +135,8 @@ class Planner:
         values = [self.array(value) for value in values] if is_folded else values
         with self._within(None if self.path is None else (*self.path, key_of(eqn))):
             results, inside = self.program(called(eqn), values)
-            results = [self.force(value) for value in results] if is_folded else results
+            with self.ending(inside):
+                results = [self.force(value) for value in results] if is_folded else results
         return Step(CALL, inside=(inside,)), results
 
     def once(self, eqn: Eqn, trace: Callable[[], Any]) -> Any:
@@ -299,13 +308,22 @@ class Planner:
         self.needs.append((value, axes, names))
         self.have(value, axes, names)
 
+    @contextlib.contextmanager
+    def ending(self, plan: Steps) -> Iterator[None]:
+        """Add the last step of a program to its plan: it brings results to where they are returned."""
+        outer, self.brought = self.brought, []
+        yield
+        plan[END], self.brought = Step(brought=tuple(self.brought)), outer
+
     def have(self, value: Value, axes: Axes, names: Names = frozenset()) -> None:
         """Bring a value to where it is needed: once for all uses that need it alike."""
         if value.uncast is not None and value.signal is not None:
             return self.have(value.summed_in(value.signal.dtype.reduce, value.dtype), axes, names)
         names = names.union(*axes)
         if (axes, names) in value.needed:
+            self.brought.append(value.needed[axes, names])
             return None
+        outer, self.brought = self.brought, []
         if value.recipe is not None:
             value.recipe(axes, names)
         elif value.is_undecided and value.parameter is not None:
@@ -316,8 +334,22 @@ class Planner:
                     roles[at] = word_of.get(split_by)
             value.parameter.decide(roles, self.eqn)
         value.settle()
-        value.needed.add((axes, names))
+        value.needed[axes, names] = value.brought(axes, names, tuple(self.brought))
+        outer.append(value.needed[axes, names])
+        self.brought = outer
         return None
+
+    def before(self, values: Sequence[Value]) -> None:
+        """Need before a loop what each turn would."""
+
+        def need(value: Value, axes: Axes, names: Names) -> None:
+            self.need(value, axes, names)
+            once = self.brought[-1]
+            for inside in value.all_within():
+                each = inside.needed.get((axes, names), once)
+                each.before = each.before if each is once else once
+
+        need_before(values, need)
 
     def force(self, value: Value) -> Value:
         """The value itself: what was put off is made, and a stored parameter gathered."""
@@ -327,7 +359,7 @@ class Planner:
 
     def place(self, value: Value, axes: Axes) -> Value:
         self.need(value, axes)
-        return Value(value.shape, axes, value.dtype)
+        return Value(value.shape, axes, value.dtype, variable=self.brought[-1])
 
     def array(self, value: Value) -> Value:
         """What can go into another program: an array. A stored parameter stays at rest, and is gathered where it is used."""

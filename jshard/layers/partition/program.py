@@ -157,12 +157,15 @@ class Program:
         planner = Planner(self.mesh, PLANS, wanted=self.wanted, stage=self.stage)
         values = [self._value(number) for number in range(len(self.inputs))]
         ends, plan = planner.program(self.jaxpr, values)
-        ends = [planner.force(value) for value in ends]
+        with planner.ending(plan):
+            ends = [planner.force(value) for value in ends]
+            self.out_axes = [self._out_axes(at, value.axes) for at, value in enumerate(ends)]
+            for value, axes in zip(ends, self.out_axes, strict=True):
+                planner.have(value, axes)
         rows = [value for value, each in zip(values, self.inputs, strict=True) if each.claim is None]
         marks = unreduced(planner.ran, rows, ends, planner.sizes) if self.stage is None else {}
         self.plan = with_shared(self.jaxpr, with_marks(plan, marks) if marks else plan)
         self.unruled, self.found, self.claim_behind = planner.unruled, planner.found, planner.nearest
-        self.out_axes = [self._out_axes(number, value.axes) for number, value in enumerate(ends)]
 
     def _value(self, number: int) -> Value:
         t, use, rest, claim = self.types[number], self.use[number], self.rest[number], self.inputs[number].claim

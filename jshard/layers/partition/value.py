@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jshard.layers.partition.plan import Names
+from jshard.layers.partition.plan import Brought, Names
 from jshard.layers.roles import Use, layout_in_use
 from jshard.layouts.redistribution import Axes
 from jshard.signals.claims import Claim
@@ -170,7 +170,8 @@ class Value(Lying):
     is_only_looked_up: bool = False  # of a stored parameter: nothing else reads it, so that it need not be whole
     uncast: Self | None = None  # of a parameter that the program casts, and whose gradient is summed in another dtype
     wire: Any = None  # the dtype that it is gathered in
-    needed: set[tuple[Axes, Names]] = dataclasses.field(default_factory=set)  # how its uses need it
+    needed: dict[Any, Brought] = dataclasses.field(default_factory=dict)  # by axes and names: how its uses need it
+    variable: Any = None  # of the program: the array, or the one that it is cast from
     casts: dict[Any, Self] = dataclasses.field(default_factory=dict)  # the same array in other dtypes
     within: list[Self] = dataclasses.field(default_factory=list)  # the same array inside loops and checkpoints
     pieces: dict[Any, list[Value]] = dataclasses.field(default_factory=dict)  # that it is cut into
@@ -178,7 +179,7 @@ class Value(Lying):
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), self
 
-    FORGOTTEN = MappingProxyType({"needed": set, "pieces": dict, "casts": dict, "within": list})
+    FORGOTTEN = MappingProxyType({"needed": dict, "pieces": dict, "casts": dict, "within": list})
     KEPT_INSIDE, PUT_OFF = ("needed",), "recipe"
 
     @property
@@ -209,7 +210,15 @@ class Value(Lying):
     def in_dtype(self, dtype: DTypeLike, wire: DTypeLike | None) -> Value:
         if not self.is_put_off:
             return self.renewed(dtype=dtype, wire=wire)
-        return Value(self.shape, self.axes, dtype, self.signal, recipe=self.recipe, made_of=self.made_of)
+        made = Value(self.shape, self.axes, dtype, self.signal, recipe=self.recipe, made_of=self.made_of)
+        made.variable = self.variable
+        return made
+
+    def brought(self, axes: Axes, names: Names, parts: tuple[Brought, ...]) -> Brought:
+        """Describe how it is brought to where it is split by `axes` and varies over `names`."""
+        rows = () if self.signal is None else self.signal.row
+        moves = self.axes, axes, names, self.rest, rows, parts
+        return Brought(self.variable, self.shape, self.dtype, self.wire, *moves)
 
     def one_turn(self, **changes: Any) -> Value:
         return super().one_turn(of=self.of[1:], **changes)
