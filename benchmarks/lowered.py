@@ -38,7 +38,7 @@ def _configuration(name: str, words: list[str]) -> tuple[Any, Any]:
     """Return the lowered step of a configuration, and what makes its ledger."""
     experiment, target = (importlib.import_module(f"jshard.cli.{room}") for room in ("experiment", "target"))
     how = {"overrides": words, "args": None, "config": None, "trust": True, "name": "lowered"}
-    built = experiment.compilable(target.Target.of(argparse.Namespace(path=f"configs/{name}.yaml", **how)))
+    built = experiment.built(target.Target.of(argparse.Namespace(path=f"configs/{name}.yaml", **how)))
     return built.lowered(), built.explain
 
 

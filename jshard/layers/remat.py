@@ -36,7 +36,7 @@ def recomputed(f: F, remat: str | tuple[str, ...], *, regather: bool = False, in
     if not remat and not regather:
         return f
     # A loop can't be merged with its backward, so nothing has to keep XLA from that; one of a single turn is no loop.
-    return _real_checkpoint(f, policy=_policy(remat), prevent_cse=not in_scan)  # type: ignore[return-value]  # it keeps the signature
+    return _real_checkpoint(f, policy=policy_of(remat), prevent_cse=not in_scan)  # type: ignore[return-value]  # it keeps the signature
 
 
 def _real_checkpoint(f: Callable[..., Any], **how: Any) -> Callable[..., Any]:
@@ -56,7 +56,7 @@ def _real_checkpoint(f: Callable[..., Any], **how: Any) -> Callable[..., Any]:
     return call
 
 
-def _policy(remat: str | tuple[str, ...]) -> Callable[..., bool] | None:
+def policy_of(remat: str | tuple[str, ...]) -> Callable[..., bool] | None:
     if isinstance(remat, tuple):
         return _of_real(jax.checkpoint_policies.save_only_these_names(*remat))
     policy = {"products": _is_product, "": _is_not_gathered}.get(remat)

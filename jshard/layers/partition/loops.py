@@ -59,7 +59,7 @@ def _plan_scan(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
         return made, inside
 
     axes, made, inside = _settled([plan.force(value).axes for value in carry], consts, body)
-    plan.before(consts)
+    _plan_before(plan, consts)
     for value, a in zip(carry, axes, strict=True):
         plan.need(value, a)
     results = [Value(value.shape, a, value.dtype) for value, a in zip(carry, axes, strict=True)]
@@ -140,6 +140,19 @@ def _settled(
     return axes, *body(axes)
 
 
+def _plan_before(plan: Planner, values: Sequence[Value]) -> None:
+    """Bring before a loop what each of its turns would."""
+
+    def need(value: Value, axes: Axes, names: Names) -> None:
+        plan.need(value, axes, names)
+        once = plan.brought[-1]
+        for inside in value.all_within():
+            each = inside.needed.get((axes, names), once)
+            each.before = each.before if each is once else once
+
+    need_before(values, need)
+
+
 def _finer(old: Axes, new: Axes) -> bool:
     return old != new and all(b[: len(a)] == a for a, b in zip(old, new, strict=True))
 
@@ -160,7 +173,7 @@ def _plan_while(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
         return [Value(value.shape, a, value.dtype) for value, a in zip(carry, axes, strict=True)]
 
     axes, _, inside = _settled([plan.force(value).axes for value in carry], consts, body)
-    plan.before(consts)
+    _plan_before(plan, consts)
     for value, a in zip(carry, axes, strict=True):
         plan.need(value, a)
     (found,), test = plan.program(asked["cond_jaxpr"], [*(value.outside() for value in test_consts), *state(axes)])

@@ -20,7 +20,7 @@ from jshard.layers.partition.fused import Fused, fused
 from jshard.layers.partition.local_sizes import Choice, axes_of
 from jshard.layers.partition.plan import AT_REST, CALL, DONE, END, PUT_OFF, WHOLE, Brought, Names, Step, Steps, key_of
 from jshard.layers.partition.unreduced import Ran
-from jshard.layers.partition.value import Lying, Value, claim_of, need_before
+from jshard.layers.partition.value import Lying, Value, claim_of
 from jshard.layouts.axes import Factors, factors
 from jshard.layouts.primitives import ELEMENTWISE, unknown_parameters
 from jshard.layouts.redistribution import Axes
@@ -338,18 +338,6 @@ class Planner:
         outer.append(value.needed[axes, names])
         self.brought = outer
         return None
-
-    def before(self, values: Sequence[Value]) -> None:
-        """Need before a loop what each turn would."""
-
-        def need(value: Value, axes: Axes, names: Names) -> None:
-            self.need(value, axes, names)
-            once = self.brought[-1]
-            for inside in value.all_within():
-                each = inside.needed.get((axes, names), once)
-                each.before = each.before if each is once else once
-
-        need_before(values, need)
 
     def force(self, value: Value) -> Value:
         """The value itself: what was put off is made, and a stored parameter gathered."""
