@@ -103,7 +103,7 @@ class Walk:
         for eqn in jaxpr.eqns:
             step = plan[key_of(eqn)]
             if step.fused is not None:
-                pieces = self.equation(eqn, step.fused.inputs, step)
+                pieces = self.equation(eqn, list(step.fused.inputs), step)
                 self.known.update((v, pieces[at]) for v, at in step.fused.pieces.items())
             elif step.how != DONE:
                 self.known.update(zip(eqn.outvars, self.equation(eqn, eqn.invars, step), strict=True))

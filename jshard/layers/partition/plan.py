@@ -63,7 +63,8 @@ class Step:
     )  # operands whose gradients stay unreduced, and over what
 
 
-Plan, Steps = Mapping[Hashable, Step], dict[Hashable, Step]
+Plan = Mapping[Hashable, Step]
+Steps = dict[Hashable, Step]  # a plan while it is made
 
 CALL, PUT_OFF, AT_REST, WHOLE, DONE, SHARED = "call", "put off", "at rest", "whole", "done", "shared"
 END = "end"  # the key of a program's last step, which brings its results to where they are returned
