@@ -15,8 +15,9 @@ from examples import english
 from jshard.cli import experiment, target
 from jshard.inspect.ledger import Ledger
 from tests.inspect.verify.test_configurations import FILES
-from tests.support import linen_models, step_bytes
+from tests.support import linen_models
 from tests.support.other_models import MODELS, TINY, is_installed
+from tests.support.step_bytes import step_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of names that other people's models take
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,16 @@ PIPELINES = {  # A plan is of one call. Here a table says how often each stage r
     "pipe-1f1b", "pipe-balance", "pipe-interleaved", "pipe-pod", "pipe-zero-bubble",
 }  # fmt: skip
 PLANNED = [name for name in FILES if name not in PIPELINES]
+WIDE = "{param: float32, compute: bfloat16, reduce: float32}"
+VARIANTS = [  # what no configuration says
+    ("lm/ring", "_split.attention=ulysses"),
+    ("lm/pod", f"columns.dtype={WIDE}", f"sums.dtype={WIDE}"),
+    ("cnn/fsdp", "rest.dtype={compute: bfloat16, reduce: float32}"),
+    ("decoder/fsdp", "columns.remat=full", "sums.remat=full"),
+    ("lm/english", "columns.remat=products", "columns.output=gather", "model.depth=5"),
+    ("lm/english", "columns.store={parameters: data, prefetch: true}", "sums.store={parameters: data, keep: true}"),
+    ("lm/english", "columns.store=data", "columns.sequence=tensor", "sums.sequence=tensor", "rest.sequence=tensor"),
+]
 PLANS = [(name, plan) for name, adopted in MODELS.items() for plan in adopted.plans]
 
 
@@ -60,6 +71,11 @@ def asked(name: str, *words: str) -> Ledger:
     return built.asked
 
 
+def check(ledger: Ledger) -> None:
+    for program in ledger.programs:
+        assert step_bytes(program) == explained(ledger)
+
+
 def asked_by_a_model(name: str, plan: str) -> Ledger:
     found = sized(name, TINY)
     jshard.load(found.plans[plan])
@@ -76,8 +92,14 @@ def test_the_bytes_of_steps_are_those_that_explain_counts(name, folder, monkeypa
     monkeypatch.chdir(folder)
     ledger = asked(name)
     assert len(ledger.programs) == (name not in OF_LAYERS)
-    for program in ledger.programs:
-        assert step_bytes.step_bytes(program) == explained(ledger)
+    check(ledger)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", VARIANTS, ids=" ".join)
+def test_so_they_are_with_other_words(words, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    check(asked(*words))
 
 
 @pytest.mark.slow
@@ -85,8 +107,7 @@ def test_the_bytes_of_steps_are_those_that_explain_counts(name, folder, monkeypa
 def test_so_they_are_for_other_peoples_models(extra, name, plan):
     if not is_installed(MODELS[name].package):
         extra(MODELS[name].package)
-    ledger = asked_by_a_model(name, plan)
-    assert step_bytes.step_bytes(ledger.programs[0]) == explained(ledger)
+    check(asked_by_a_model(name, plan))
 
 
 @pytest.mark.slow
@@ -94,5 +115,4 @@ def test_so_they_are_for_other_peoples_models(extra, name, plan):
 def test_so_they_are_for_models_of_linen(extra, name):
     extra(linen_models.package(name))
     for plan in sized(name, TINY).plans:
-        ledger = asked_by_a_model(name, plan)
-        assert step_bytes.step_bytes(ledger.programs[0]) == explained(ledger), plan
+        check(asked_by_a_model(name, plan))

@@ -44,7 +44,8 @@ LINEAR = frozenset(  # their backward pass reads no operand
     "add add_any sub neg reshape transpose broadcast_in_dim convert_element_type reduce_sum copy concatenate pad slice split "
     "squeeze expand_dims cumsum rev stack tile name optimization_barrier".split()
 )
-BILINEAR = frozenset("mul dot_general conv_general_dilated ragged_dot_general".split())
+PRODUCTS = frozenset("dot_general conv_general_dilated ragged_dot_general".split())
+BILINEAR = PRODUCTS | {"mul"}
 BY_INDEX = frozenset("gather dynamic_slice select_n".split())
 SUMMED_AT_ONCE = frozenset(("gather", "reduce_max", "reduce_min", *SCATTERS))
 DROPPED = frozenset("sharding_constraint reshard mesh_cast".split())
@@ -232,6 +233,9 @@ class Walk:
             if factor in step.choice and (is_summed or kind not in kept):
                 over.append(step.choice[factor])
         axes, dtype = [*map(list, axes_of(of, step.choice))], jnp.dtype("int32") if aval.dtype == bool else aval.dtype
+        claim = next((claim for claim in step.claims if claim is not None), None)
+        if claim is not None and name in PRODUCTS and jnp.issubdtype(dtype, jnp.floating):
+            dtype = jnp.dtype(claim.dtype.reduce or claim.dtype.compute or dtype)
         for names in [tuple(itertools.chain(*over))] if name in SUMMED_AT_ONCE else over:
             for mesh_axis in [each for each in names if each in step.scattered]:
                 shape = self.shape(aval.shape, axes)
