@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from jax.extend.core import Primitive
 
 import jshard
 from benchmarks.trace import counted
@@ -111,6 +112,14 @@ def test_a_block_more_is_a_call_more_and_no_trace():
             step.lower(model, X)
     assert counts[9]["traces"] == counts[5]["traces"]
     assert counts[9]["equations"] - counts[5]["equations"] <= 4 * 80
+
+
+def test_equations_whose_parameters_have_no_hash_are_unlike_all_others():
+    odd = Primitive("odd")
+    odd.def_abstract_eval(lambda x, *, how: x)
+    program = jax.make_jaxpr(lambda x: odd.bind(odd.bind(x, how={}), how={}))(X)
+    one, other = map(folding.EquationNames().of, program.eqns)
+    assert one != other
 
 
 def test_what_several_stretches_read_is_shared_by_all():
