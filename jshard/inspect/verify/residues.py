@@ -129,7 +129,7 @@ def centered(x: np.ndarray, prime: int) -> np.ndarray:
 
 
 def embedded(x: object, prime: int) -> np.ndarray:
-    """Return constants modulo the prime: an array by its binary fractions; a scalar as the fraction behind it."""
+    """Return constants modulo the prime: an array by its binary fractions, a scalar as the fraction it approximates."""
     x = np.asarray(x, np.float64)
     if not x.ndim and np.isfinite(x) and (fraction := _fraction(abs(float(x)))) is not None:
         residue = fraction.numerator * pow(fraction.denominator, -1, prime) if fraction.denominator % prime else 0
