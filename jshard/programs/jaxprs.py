@@ -1,4 +1,4 @@
-"""One set of tools for jaxprs: their equations, who makes and who reads each variable, an evaluator, a dataflow, a cutter."""
+"""The tools for jaxprs: equations, makers and readers of variables, an evaluator, a dataflow, a cutter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shaped = jax.Array | np.ndarray | jax.ShapeDtypeStruct  # an array, or the shape
 
 
 class Eqn(Protocol):
-    """One equation of a jaxpr, as `jax.extend.core.JaxprEqn`."""
+    """An equation of a jaxpr, as `jax.extend.core.JaxprEqn`."""
 
     primitive: Any
     params: dict[str, Any]
@@ -54,7 +54,7 @@ NO_SCOPES = NameStack()
 
 
 def bare(jaxpr: Any) -> Any:
-    """The open jaxpr of a closed one."""
+    """Return the open jaxpr of a closed jaxpr."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -63,7 +63,7 @@ def is_jaxpr(value: object) -> TypeGuard[Jaxpr]:
 
 
 def inner(eqn: Eqn) -> Iterator[Any]:
-    """The jaxprs that one equation runs: bodies, branches, calls."""
+    """Yield the jaxprs inside an equation: bodies, branches, calls."""
     for value in eqn.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
             if is_jaxpr(each):
@@ -71,12 +71,12 @@ def inner(eqn: Eqn) -> Iterator[Any]:
 
 
 def level(program: Jaxpr) -> list[Any]:
-    """Return the equations of a program, without those inside of them."""
+    """Return the equations of a program's own level."""
     return bare(program).eqns
 
 
 def equations(program: Jaxpr) -> Iterator[Any]:
-    """Yield every equation in program order, those of loops and branches where they stand."""
+    """Yield every equation in program order, inner equations at their place."""
     for eqn in level(program):
         yield eqn
         for each in inner(eqn):
@@ -84,19 +84,19 @@ def equations(program: Jaxpr) -> Iterator[Any]:
 
 
 def holds(jaxpr: Jaxpr, primitives: Collection[str]) -> bool:
-    """Whether one of these primitives is somewhere in a program."""
+    """Return whether a program has any of these primitives, at any depth."""
     return any(eqn.primitive.name in primitives for eqn in equations(jaxpr))
 
 
 def called(eqn: Eqn) -> Any:
-    """The jaxpr, closed or not, that an equation calls on its operands; None where it calls none."""
+    """Return the jaxpr, closed or not, called by an equation on its operands; else None."""
     found = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
     return found if is_jaxpr(found) else None
 
 
 def bodies(eqn: Eqn, operands: Sequence[T]) -> Iterator[tuple[Any, list[T]]]:
-    """Yield the jaxprs that an equation runs, each with those of `operands` that go into it; the last one returns the results.
-    `operands` has a value for each operand of the equation."""
+    """Yield the jaxprs inside an equation, each with its part of `operands`; the last returns the results. `operands`
+    has a value for each operand of the equation."""
     name, params = eqn.primitive.name, eqn.params
     if (body := called(eqn)) is not None:
         yield bare(body), list(operands)
@@ -112,7 +112,7 @@ def bodies(eqn: Eqn, operands: Sequence[T]) -> Iterator[tuple[Any, list[T]]]:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Those that are no literals, which nothing can be asked for."""
+    """Return the variables among some atoms, without literals."""
     return [atom for atom in atoms if not hasattr(atom, "val")]
 
 
@@ -121,22 +121,22 @@ def is_in(atom: object, some: Container[Any]) -> bool:
 
 
 def entry(table: Mapping[Any, T], atom: Any) -> T | None:
-    """Return what a table has for a variable; None for a literal, and for others."""
+    """Return a variable's entry of a table; None for a literal or an unknown variable."""
     return None if hasattr(atom, "val") else table.get(atom)
 
 
 def read_by(eqns: Iterable[Any]) -> set[Any]:
-    """The variables that are operands of some equations."""
+    """Return the variables read by some equations."""
     return {atom for eqn in eqns for atom in variables(eqn.invars)}
 
 
 def makers(program: Jaxpr) -> dict[Any, Any]:
-    """Return the equation that makes each variable of one level."""
+    """Return the equation behind each variable of a level."""
     return {variable: eqn for eqn in level(program) for variable in eqn.outvars}
 
 
 def uses(program: Jaxpr) -> Mapping[Any, list[Any]]:
-    """Return the equations that read each variable of one level, in program order; None is the end, which reads the results."""
+    """Return the readers of each variable of a level, in program order; None stands for the results."""
     found = collections.defaultdict[Any, list[Any]](list)
     for eqn in (*level(program), None):
         for variable in variables(bare(program).outvars if eqn is None else eqn.invars):
@@ -148,7 +148,7 @@ def uses(program: Jaxpr) -> Mapping[Any, list[Any]]:
 
 
 class Piece(NamedTuple):
-    """Some of a program, and the numbers of the program's inputs that go into it."""
+    """A part of a program, and the numbers of the program's inputs read by it."""
 
     jaxpr: Any
     inputs: list[int]
@@ -161,7 +161,7 @@ def part_of(jaxpr: Any, eqns: Iterable[Any], inputs: Iterable[Any], results: Ite
 
 
 def cut(program: Any, outs: Sequence[Any], given: Sequence[Any] = ()) -> Piece:
-    """Cut out the equations that compute the variables `outs` from inputs of a program and, behind these, variables `given`."""
+    """Return the smaller program for the variables `outs` from inputs of a program and the variables `given`."""
     jaxpr, eqns = bare(program), list[Any]()
     wanted = set(variables(outs)).difference(given)
     for eqn in reversed(level(jaxpr)):
@@ -191,7 +191,7 @@ def literal(atom: Any) -> Hashable:
 
 
 def pruned(program: Any, outs: Sequence[bool] | None = None) -> Piece:
-    """Remove what computes no result, or none of those chosen by `outs`, also from inside of equations."""
+    """Remove equations without effect on the results, or on the results chosen by `outs`, at any depth."""
     jaxpr = bare(program)
     live, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars) if outs is None else list(outs))
     return Piece(live, [number for number, is_used in enumerate(used) if is_used])
@@ -211,7 +211,7 @@ def call_of(
     stack: NameStack = NO_SCOPES,
     body: Any = None,
 ) -> Any:
-    """Return one equation that runs several, with these `results` of theirs, under these scopes. It holds their program,
+    """Return a single equation in place of several, with these `results`, under these scopes. It holds their program,
     or `body`, the program of equal equations."""
     made = {variable for eqn in eqns for variable in eqn.outvars}
     given = list(dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars) if v not in made))
@@ -230,8 +230,8 @@ def evaluate(
     constant: Callable[[Any], Any] = lambda literal: literal.val,
     known: dict[Any, Any] | None = None,
 ) -> list[Any]:
-    """Run a jaxpr, each equation by `step(eqn, operands)`, which returns its results. `xs` are the inputs; where the jaxpr is
-    to have other constants than its own, these stand before them. `known` takes the values of all variables."""
+    """Run a jaxpr, each equation by `step(eqn, operands)`, and return its results. `xs` are the inputs, after values
+    for the constants if these should differ from the jaxpr's. `known` takes the values of all variables."""
     jaxpr, values = bare(program), {} if known is None else known
     variables = *jaxpr.constvars, *jaxpr.invars
     own = program.consts if len(xs) < len(variables) else ()  # from JAX 0.12 on an open jaxpr has them too
@@ -297,7 +297,7 @@ def flow_back(
 
 
 def settled(step: Callable[[T], T], start: T) -> T:
-    """Return what a step leaves as it is: the fixpoint that is reached from `start`."""
+    """Return the fixpoint of a step, reached from `start`."""
     while (after := step(start)) != start:
         start = after
     return start
@@ -306,7 +306,7 @@ def settled(step: Callable[[T], T], start: T) -> T:
 def carried_on(
     facts: Sequence[Fact], carry: slice, turn: Callable[[tuple[Fact, ...]], Sequence[Fact]]
 ) -> tuple[Fact, ...]:
-    """Join to the facts of what a loop carries, those in `carry`, the first facts that its `turn` returns, to the fixpoint."""
+    """Join the facts of a loop's carry with the first facts of its `turn`, to the fixpoint."""
 
     def joined(facts: tuple[Any, ...]) -> tuple[Any, ...]:
         after = [old | new for old, new in zip(facts[carry], turn(facts), strict=False)]
@@ -316,20 +316,20 @@ def carried_on(
 
 
 def dependent(program: Any, some: Sequence[bool], *, inside: bool = True) -> set[Any]:
-    """Return the variables that depend on some inputs."""
+    """Return the variables with a dependence on some inputs."""
     known: dict[Any, bool] = {}
     flow(program, some, lambda eqn, given: [any(given)] * len(eqn.outvars), False, inside=inside, known=known)
     return {variable for variable, depends in known.items() if depends}
 
 
 def bound(eqn: Eqn, xs: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation on these operands, in a list even where it has one."""
+    """Return the results of an equation on these operands, always as a list."""
     outs = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
     return outs if eqn.primitive.multiple_results else [outs]
 
 
 def scanned(eqn: Eqn) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried."""
+    """Return the numbers of a scan's constants and of its carry."""
     asked = eqn.params
     if "ft_in" in asked:
         consts, carried, *_ = (len(tree) for tree in asked["ft_in"].unpack())
@@ -338,7 +338,7 @@ def scanned(eqn: Eqn) -> tuple[int, int]:
 
 
 def closed_over(program: Jaxpr) -> tuple[Any, list[Any]]:
-    """Return a program with the arrays that it closes over as its last arguments, and these."""
+    """Return a program with its constants as last arguments, and their values."""
     consts, jaxpr = list(getattr(program, "consts", ())), bare(program)
     if not consts:
         return jaxpr, []

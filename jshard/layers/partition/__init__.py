@@ -1,4 +1,4 @@
-"""Runs a program that was written for one device on each device's part of its arrays: one rule a primitive."""
+"""Run a program written for one device on each device's shards: a rule for each primitive."""
 
 from jshard.layers.partition.microbatches import Microbatches as Microbatches
 from jshard.layers.partition.program import Input as Input

@@ -1,4 +1,4 @@
-"""Functions that `jshard.shard` runs by a rule of their own, where no rule of primitives finds what devices should send."""
+"""Functions with a hand-written rule under `jshard.shard`, because rules of primitives find no good collectives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ batching.primitive_batchers[by_hand_p] = _batched
 
 
 class HandRule(NamedTuple):
-    """How `jshard.shard` plans and runs a function."""
+    """The plan and the run of a function under `jshard.shard`."""
 
     plan: PlanRule
     run: Rule
@@ -40,11 +40,12 @@ class HandRule(NamedTuple):
 
 
 def by_hand(whole: Callable[..., Any], rule: HandRule) -> Callable[..., list[Array]]:
-    """Return `whole`, a function of global arrays in plain JAX that returns a tuple, as one equation of a traced program.
+    """Return `whole`, a function of global arrays in plain JAX with a tuple as result, as an equation of a traced
+    program.
 
-    On one device, and where a program is left to XLA, the equation is that function; `jshard.shard` plans and runs its rule.
-    The equation has no derivative: a function that has is two
-    of these, forward and backward, in a `jax.custom_vjp`. Under `jax.vmap` it is plain JAX.
+    On one device, and where a program is left to XLA, the equation is that function; `jshard.shard` plans and runs
+    its rule. The equation has no derivative: a differentiable function is two of these, forward and backward, in a
+    `jax.custom_vjp`. Under `jax.vmap` it is plain JAX.
     """
 
     def call(*xs: Array) -> list[Array]:

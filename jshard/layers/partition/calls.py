@@ -1,4 +1,4 @@
-"""Rules of what holds a program of its own: branches, checkpoints, functions with a derivative of their own."""
+"""Rules of primitives with programs inside: branches, checkpoints, functions with their own derivative."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _anew(run: Run, eqn: Eqn, parts: list[Part], step: Step, wrapped: Callable[[
 
 
 def _results(body: Callable[..., list[Array]], parts: Sequence[Part], found: list[Part]) -> list[Part]:
-    """Run a body that leaves in `found` how its results are split."""
+    """Run a body and record in `found` the layout of its results."""
     outs = body(*(part.x for part in parts))
     return [part.outside(x=x) for part, x in zip(found, outs, strict=True)]
 
@@ -130,7 +130,7 @@ def _cond(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
 
 
 def alone(eqn: Eqn) -> Callable[..., list[Any]]:
-    """The function on global arrays that one equation is."""
+    """Return the equation as a function on global arrays."""
     jaxpr = part_of(bare(called(eqn)), [eqn], variables(eqn.invars), eqn.outvars)
     return lambda *xs: jax_core.eval_jaxpr(jaxpr, [], *xs)
 
@@ -142,8 +142,8 @@ def _described(parts: Sequence[Part]) -> list[Any]:
 def _own_call(
     run: Run, eqn: Eqn, parts: Sequence[Part], step: Step
 ) -> tuple[list[Part], list[Part], Callable[..., list[Array]]]:
-    """The operands of a function with a derivative of its own, those that are no literals; what it runs on them, and where
-    that leaves its results."""
+    """Return the non-literal operands of a function with its own derivative, its run on them, and the layout of the
+    results."""
     pairs = zip(parts, eqn.invars, strict=True)
     parts = [run.force(part, step.claim) for part, atom in pairs if isinstance(atom, Var)]
     found = list[Part]()
@@ -230,7 +230,7 @@ def _dropped(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
 
 
 def own_devices(line: str, name: str) -> JShardError:
-    """Return the error for a call of `name`, which is not for whole arrays."""
+    """Return the error for `name`, a call on devices of its own and not on whole arrays."""
     return JShardError(
         f"{line} calls {name}, which has collectives and devices of its own",
         hint="give the model its path without it, or write axis_types: auto under jshard, to leave the program to XLA",

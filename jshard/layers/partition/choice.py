@@ -1,4 +1,5 @@
-"""Which mesh axes split each factor of an equation: as claimed parameters are split, then as the larger operands are."""
+"""The mesh axes of each factor of an equation: first as claimed parameters are split, then as the larger operands
+are."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def ways(names: Iterable[str], sizes: Sizes) -> int:
 
 
 def local_size(value: Value, sizes: Sizes) -> int:
-    """Return how many numbers one device's part has."""
+    """Return the number of elements of a shard."""
     return math.prod(local_shape(value.shape, value.axes, sizes))
 
 
@@ -58,8 +59,8 @@ def choose(found: Factors, values: Sequence[Value], sizes: Sizes) -> Choice:
 
 
 def moved_over(found: Factors, values: Sequence[Value], choice: Choice, sizes: Sizes) -> Choice:
-    """Keep the mesh axes that an axis can't keep: behind those that split it already, or on an axis before it. What would be
-    gathered, and lie whole behind the operation, costs an all-to-all and stays split."""
+    """Move mesh axes away from an axis without room for them: to its end, or to an axis before it. A gather would
+    leave the result whole; this costs an all-to-all, and the result stays split."""
     for value, of in zip(values, found.operands, strict=True):
         if value.is_put_off or value.signal is not None:
             continue
@@ -81,7 +82,7 @@ def moved_over(found: Factors, values: Sequence[Value], choice: Choice, sizes: S
 def foreseen(
     wanted: Axes, shape: tuple[int, ...], values: Sequence[Value], found: Factors, choice: Choice, sizes: Sizes
 ) -> Choice:
-    """Split what is larger than its operands as it will be wanted, so that not it is cut later, but they are."""
+    """Split a result larger than its operands as its readers need it: the operands are cut instead."""
     choice = dict(choice)
     size = math.prod(local_shape(shape, axes_of(found.results[0], choice), sizes))
     for of, names in zip(found.results[0], wanted, strict=False):
@@ -96,8 +97,8 @@ def foreseen(
 
 
 def contiguous(found: Factors, choice: Choice, sizes: Sizes) -> Choice:
-    """Leave out what would not be one piece of an axis: a minor factor is split only below major ones split to the end. A
-    factor left out for one array may be a major one of another."""
+    """Leave out factors without a contiguous piece of an axis: a minor factor is split only below major ones split to
+    the end. A factor left out for one array may be a major one of another."""
     choice = dict(choice)
     before = len(choice) + 1
     while len(choice) < before:
@@ -112,7 +113,7 @@ def contiguous(found: Factors, choice: Choice, sizes: Sizes) -> Choice:
 
 
 def asked_of(found: Factors, number: int, axes: Axes, sizes: Sizes) -> Choice:
-    """Return how an operation that was put off is split where its result is needed split by `axes`."""
+    """Return the choice for a deferred operation with its result needed split by `axes`."""
     asked = {
         factor: some
         for at, names in zip(found.results[number], axes, strict=True)
@@ -127,8 +128,8 @@ def asked_of(found: Factors, number: int, axes: Axes, sizes: Sizes) -> Choice:
 def wanted(
     jaxpr: OpenJaxpr, found: Mapping[Any, Axes], sizes: Mapping[str, int], want: dict[Any, Axes] | None = None
 ) -> dict[Any, Axes]:
-    """Return how to split the variables that a first run has `found` whole, so that what is made of them need not be cut: those
-    of this program, added to `want`, which readers behind it have asked for."""
+    """Return the splits needed by readers of variables left whole by a first run (`found`), to spare a cut. `want`
+    has the needs of readers outside this program."""
     want = {} if want is None else want
     for eqn in reversed(level(jaxpr)):
         body, of = bare(called(eqn)), factors(eqn)

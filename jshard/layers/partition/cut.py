@@ -28,7 +28,7 @@ from jshard.programs.provenance import scope
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """A run of elements that `target` needs and `source` has: its first place in the part of each, and how many."""
+    """A run of elements needed by `target` from `source`: its first place in both shards, and its length."""
 
     source: int
     target: int
@@ -38,7 +38,7 @@ class Sent:
 
 
 def sent(ranges: Sequence[range], held: int, devices: int) -> list[list[Sent]]:
-    """Return what devices have to send, in rounds: in one a device sends one run at most and is sent one at most. Runs that
+    """Return the rounds of transfers. In a round a device sends at most one run and receives at most one. Runs that
     stay on their device are in rounds of their own."""
     each = []
     before = 0  # in the part of all pieces, one behind another
@@ -67,7 +67,8 @@ def sent(ranges: Sequence[range], held: int, devices: int) -> list[list[Sent]]:
 
 
 def cut(x: Array, axis: int, names: tuple[str, ...], ranges: Sequence[range], devices: int) -> list[Array]:
-    """Return this device's part of each piece of an array that `names` split along `axis`. Costs one permute for each round."""
+    """Return this device's shard of each piece of an array split by `names` along `axis`. Costs one permute for each
+    round."""
     held, me, shares = x.shape[axis], axis_index(names), [len(some) // devices for some in ranges]
     rounds = sent(ranges, held, devices)
     beside = max(some[0].size for some in rounds)  # room at both ends: of what is sent not all may be needed
@@ -133,7 +134,7 @@ def _plan_cut(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
 
 
 def _split(eqn: Eqn, x: Part | Value) -> tuple[int, list[range]] | None:
-    """Return the one axis that is split and cut, and the places of each piece along it."""
+    """Return the split and cut axis, and the range of each piece along it."""
     split = [(axis, ranges) for axis, ranges in ranges_of(eqn, x.shape).items() if x.axes[axis]]
     return split[0] if len(split) == 1 else None
 
@@ -171,7 +172,7 @@ def _cut(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
 
 
 def _as_it_lies(eqn: Eqn, x: Array, axes: Axes) -> Array:
-    """Cut along the axes that are whole."""
+    """Cut along the whole axes, without a collective."""
     if eqn.primitive.name == "split":
         return x
     asked, is_split = eqn.params, [bool(names) for names in axes]

@@ -34,9 +34,12 @@ Stretch = Sequence[Eqn]  # that stand one behind the other
 
 
 def folded(program: Any, parameters: Sequence[bool]) -> Any:
-    """Return a program whose equal stretches, one behind the other, are calls. They stay as they are where a parameter or an
-    activation that a stretch reads has other readers, which share what is gathered, and the sum of its gradient; and where what
-    is made where it is needed, as a broadcast of parameters, would cross a border."""
+    """Return a program with equal neighbouring stretches as calls.
+
+    A stretch stays written out in two cases. It reads a parameter or an activation with other readers: these share
+    the gather and the sum of its gradient. Or a deferred value, such as a broadcast of parameters, would cross its
+    border.
+    """
     jaxpr = bare(program)
     named, depends, shorter = EquationNames(), jaxprs.dependent(jaxpr, [True] * len(jaxpr.invars), inside=False), jaxpr
     while stretches := _equal_stretches(shorter, named, depends):
@@ -88,7 +91,7 @@ def _is_smooth(v: Any, depends: set[Any]) -> bool:
 
 
 def _crosses(jaxpr: OpenJaxpr, parameters: Sequence[bool], depends: set[Any]) -> bool:
-    """Whether what may be put off, being made of parameters or numbers alone, is read behind or in a call."""
+    """Return whether a call reads, or a later equation reads from a call, a value possibly deferred."""
     put_off: dict[Any, int] = {}  # and how many calls stand before
     inputs, calls = set(itertools.compress(jaxpr.invars, parameters)), 0
     for eqn in level(jaxpr):
@@ -104,7 +107,7 @@ def _crosses(jaxpr: OpenJaxpr, parameters: Sequence[bool], depends: set[Any]) ->
 
 
 def _equal_stretches(jaxpr: OpenJaxpr, named: EquationNames, depends: set[Any]) -> Sequence[Stretch]:
-    """Return the stretches, one behind the other, that save most equations; none where there are not enough."""
+    """Return the neighbouring stretches with the most saved equations; none if there are too few."""
     eqns = level(jaxpr)
     names, last, distances = [named.of(eqn) for eqn in eqns], dict[int, int](), collections.Counter[int]()
     for at, name in enumerate(names):
@@ -123,7 +126,7 @@ def _equal_stretches(jaxpr: OpenJaxpr, named: EquationNames, depends: set[Any]) 
 
 
 def _runs(names: Sequence[int], distance: int) -> Iterator[tuple[int, int]]:
-    """Yield where equations are equal to those at this distance before them, from a place to another."""
+    """Yield the ranges of equations equal to the equations at this distance before them."""
     begin = None
     for at in range(distance, len(names) + 1):
         is_equal = at < len(names) and names[at] == names[at - distance]
@@ -135,7 +138,7 @@ def _runs(names: Sequence[int], distance: int) -> Iterator[tuple[int, int]]:
 
 
 def _shape(jaxpr: OpenJaxpr, stretch: Stretch, readers: Mapping[Any, list[Any]], depends: set[Any]) -> Hashable | None:
-    """How the equations of a stretch are joined. None where it reads what others read and may have a gradient."""
+    """Return the connections between the equations of a stretch; None if it shares a read value with a gradient."""
     own, prefix = set(map(id, stretch)), _common_stack(stretch)
     call = call_of(folded_p, jaxpr, stretch, [])
     if any(_is_smooth(v, depends) and any(id(reader) not in own for reader in readers[v]) for v in call.invars):
@@ -144,7 +147,7 @@ def _shape(jaxpr: OpenJaxpr, stretch: Stretch, readers: Mapping[Any, list[Any]],
 
 
 def _common_stack(eqns: Sequence[Eqn]) -> int:
-    """How many scopes all equations of a stretch stand in, as that of a layer of Linen."""
+    """Return the number of scopes around all equations of a stretch, such as the scope of a Linen layer."""
     first, *others = (eqn.source_info.name_stack.stack for eqn in eqns)
     alike = 0
     while alike < len(first) and all(other[: alike + 1] == first[: alike + 1] for other in others):

@@ -1,5 +1,8 @@
-"""A product that is cut into equal pieces behind it, as into queries, keys and values, is one product for each piece of its
-kernel: a device's part of the kernel is no part of each piece, and what is done with the kernel costs no activations."""
+"""Products with equal pieces cut from their result, such as queries, keys and values: one product for each piece of
+the kernel.
+
+A shard of the kernel is no shard of each piece. Cutting the kernel instead costs no activations.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ SHAPED = frozenset(("broadcast_in_dim", "reshape"))
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """A product, what its result alone goes through (`chain`, the product first), what makes the vectors that are added there
-    (`beside`), and which piece each variable behind it is."""
+    """A product with its cuts: the equations on the way (`chain`, the product first), the makers of added vectors
+    (`beside`), and the piece of each later variable."""
 
     chain: tuple[Any, ...]
     beside: tuple[tuple[Any, int], ...]  # and along which axis of its result that is cut
@@ -36,11 +39,11 @@ class Fused:
 
     @property
     def size(self) -> int:
-        """How many columns of the kernel a piece has."""
+        """The number of the kernel's columns in a piece."""
         return self.chain[0].outvars[0].aval.shape[self.axis] // self.count
 
     def run(self, *given: Array) -> list[Array]:
-        """Return all pieces, one behind another."""
+        """Return all pieces, in order."""
         each = [
             [x] * self.count if axis is None else lax.split(x, [x.shape[axis] // self.count] * self.count, axis)
             for x, axis in zip(given, self.inputs.values(), strict=True)
@@ -57,7 +60,7 @@ class Fused:
 
 
 def fused(jaxpr: OpenJaxpr) -> dict[int, Fused]:
-    """Return the products that are cut behind them, by the `id` of each equation that is done with them."""
+    """Return the products with cut results, by the `id` of the last equation of each."""
     readers, made, found = uses(jaxpr), makers(jaxpr), dict[int, Fused]()
     for eqn in level(jaxpr):
         if eqn.primitive.name == "dot_general" and (chain := _followed(eqn, readers)):
@@ -68,7 +71,7 @@ def fused(jaxpr: OpenJaxpr) -> dict[int, Fused]:
 
 
 def _followed(product: Any, readers: Mapping[Any, list[Any]]) -> list[Any]:
-    """Follow a product to where it is cut along the one axis that it has of its kernel; return nothing where it is not."""
+    """Follow a product to the cuts along its kernel's axis; return None if there are none."""
     (_, summed), (_, batch) = product.params["dimension_numbers"]
     kernel, made, chain = product.invars[1], product.outvars[0], [product]
     axis = made.aval.ndim - 1
@@ -116,7 +119,8 @@ def _cut_by(cuts: Sequence[Any], chain: Sequence[Any], makers: dict[Any, Any]) -
 
 
 def _read(atom: Any, axis: int, makers: Any, beside: list[tuple[Any, int]], inputs: dict[Any, int | None]) -> None:
-    """Read what is cut along `axis`. A vector of it is cut where it comes from, so that a bias lies as its kernel does."""
+    """Follow the readers of a value to its cuts along `axis`. A vector is cut at its source, so that a bias lies as
+    its kernel does."""
     shape, maker = atom.aval.shape, makers.get(atom)
     if atom in inputs or any(atom is eqn.outvars[0] for eqn, _ in beside):
         return

@@ -24,8 +24,8 @@ Some = tuple[bool, ...]  # of the inputs or results of a jaxpr
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One place of a buffer `[place, ...]`. A loop that goes along the axis behind reads and writes what each turn needs there:
-    to take all of it out before, or to put it in behind, would be one more copy."""
+    """A place of a buffer `[place, ...]`. A loop along the next axis reads and writes each turn's part there: taking
+    it out first, or putting it in afterwards, would copy it once more."""
 
     buffer: Array
     number: Array
@@ -48,14 +48,14 @@ class Place:
 
 
 class Halves:
-    """`first(xs)` gives the results that `soon` says, None for others, and what the second half needs of it; `second(xs, left)`
-    gives those that `late` says.
+    """A program in two halves: `first(xs)` gives the results in `soon` and the values for the second half;
+    `second(xs, left)` gives the results in `late`.
 
-    `made` says which inputs depend on the cotangent. What does is computed once; what does not, as what is computed again
-    of the forward pass, is computed where it is needed, and not kept from one half to the other. Of the inputs
-    numbered `own` only the first half is given a value. A loop is two loops: what is left by a turn goes to the same turn.
-    Inputs, and what is left, may be a Place each. With `into`, the places of what is left, and `results`, those of some
-    results, it is written there, and the buffer is returned.
+    `made` says which inputs depend on the cotangent. Equations that depend on the cotangent run once. Recomputed
+    forward equations run in each half that needs them, and are not kept between the halves. Only the first half has
+    values for the inputs numbered `own`. A loop becomes two loops: the values left by a turn go to the same turn.
+    Inputs and values left may be a Place each. With `into`, the places of the values left, and `results`, those of
+    some results, the halves write there and return the buffer.
     """
 
     def __init__(self, jaxpr: OpenJaxpr, soon: Some, late: Some, made: Some, own: Sequence[int] = ()):
@@ -117,7 +117,7 @@ class Halves:
 
 
 class _Whole:
-    """An equation that runs in one half, or in both where it makes something for each."""
+    """An equation in a half, or in both if it has results for each."""
 
     def __init__(self, jaxpr: OpenJaxpr, eqn: Eqn, soon: Some, late: Some):
         self.eqn, self.some = eqn, (soon, late)
@@ -138,7 +138,7 @@ class _Whole:
 
 
 class _Call:
-    """A call is run as what it calls."""
+    """A call, run as its program."""
 
     def __init__(self, eqn: Eqn, soon: Some, late: Some, made: Some):
         self.eqn, self.halves = eqn, Halves(called(eqn), soon, late, made)
@@ -154,7 +154,7 @@ class _Call:
 
 
 class _Branches:
-    """A choice, each branch of which is two halves: what it leaves, and zeros for what the others would."""
+    """A choice with two halves of each branch: its own values left, and zeros for those of the others."""
 
     def __init__(self, eqn: Eqn, soon: Some, late: Some, made: Some):
         self.eqn = eqn
@@ -183,7 +183,7 @@ class _Branches:
 
 
 class _Loop:
-    """A scan, of which each half carries what it needs."""
+    """A scan, in which each half carries its own values."""
 
     def __init__(self, eqn: Eqn, soon: Some, late: Some, made: Some):
         self.eqn, body = eqn, eqn.params["jaxpr"]
@@ -230,7 +230,7 @@ class _Loop:
         self, xs: Sequence[Any], wanted: Some, reads: Some, given: Tree, run: Callable[..., Any], into: Any = None,
         results: Mapping[int, Place] = MappingProxyType({}),
     ) -> tuple[list[Any], Any]:  # fmt: skip
-        """Run one half of each turn; of operands that are not read, and results that are not wanted, there is None."""
+        """Run a half of each turn; unread operands and unwanted results are None."""
         if not any(wanted):
             return [None] * len(wanted), None
         xs = [x if is_read else None for x, is_read in zip(xs, reads, strict=True)]
@@ -277,7 +277,7 @@ def _halved(jaxpr: OpenJaxpr, eqn: Eqn, soon: Some, late: Some, made: Some) -> A
 
 
 def _alone(jaxpr: OpenJaxpr, eqn: Eqn, some: Sequence[bool]) -> tuple[Any, Some]:
-    """A program of one equation, for some of its results, and which operands it reads."""
+    """Return the program of an equation for some of its results, and the operands it reads."""
     if not any(some):
         return None, (False,) * len(eqn.invars)
     one = jaxprs.part_of(jaxpr, [eqn], dict.fromkeys(jaxprs.variables(eqn.invars)), eqn.outvars)
@@ -286,7 +286,7 @@ def _alone(jaxpr: OpenJaxpr, eqn: Eqn, some: Sequence[bool]) -> tuple[Any, Some]
 
 
 def _used(jaxpr: OpenJaxpr, outs: Some) -> Some:
-    """Which inputs some results need."""
+    """Return the inputs needed by some results."""
     inputs = jaxprs.pruned(jaxpr, outs).inputs
     return tuple(number in inputs for number in range(len(bare(jaxpr).invars)))
 
@@ -297,7 +297,7 @@ def _dependent_results(jaxpr: OpenJaxpr, made: Some) -> Some:
 
 
 def traced(f: Callable[..., Tree], *args: Tree) -> tuple[Any, Tree]:
-    """The program of `f(*args)`, inside a shard_map, and zeros of the types that it returns."""
+    """Return the program of `f(*args)` inside a shard_map, and zeros of the types of its results."""
     made, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
     zeros = [vary(lax.full(a.shape, 0, a.dtype), a.mat.varying) for a in (v.aval for v in made.jaxpr.outvars)]
     return made, jax.tree.unflatten(jax.tree.structure(shapes), zeros)
@@ -316,12 +316,12 @@ def _written(places: Sequence[Place] | None, xs: Sequence[Any]) -> list[Any]:
 
 
 def standing_at(eqn: Eqn) -> Any:
-    """The line and scopes of an equation; that of a checkpoint JAX adds only when it lowers one."""
+    """Return a context with the line and scopes of an equation; JAX adds a checkpoint's scope only in lowering."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     stack = stack.extend("checkpoint") if eqn.primitive.name in CHECKPOINTS else stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
 
 
 def zeros_like_result(f: Callable[..., Tree], *args: Tree) -> Tree:
-    """Make zeros of the types that `f(*args)` has, inside a shard_map."""
+    """Make zeros of the types of `f(*args)`, inside a shard_map."""
     return traced(f, *args)[1]

@@ -1,5 +1,7 @@
-"""A gradient of a kernel that is made a slice at a time, where slices of it are all that is read: as the parts of a scatter by
-permutes, each sent while the next is multiplied. The whole of it never stands in memory, and no pass over it cuts it."""
+"""Gradients of kernels made a slice at a time, when only slices are read, as in a scatter by permutes.
+
+Each part is sent while the next is multiplied. The whole gradient never stands in memory, and no pass cuts it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ SAME = OF_EACH | {"transpose"}
 
 @dataclasses.dataclass(eq=False)
 class LazyProduct:
-    """`x` times `y` by a dot_general, its axes in another order, and what is done then with each number of it."""
+    """The dot_general of `x` and `y`, its axes in another order, and elementwise operations on the result."""
 
     eqn: Eqn
     x: Array
@@ -99,12 +101,12 @@ def _evaluated(eqn: Eqn, given: Sequence[Any], token: Array) -> Sequence[Any]:
 
 
 def whole(x: Any) -> Any:
-    """All of an array, though it be a product that was not made yet."""
+    """Return the whole of an array or of a product not made yet."""
     return x.whole if isinstance(x, LazyProduct) else x
 
 
 def with_products(program: Any, xs: Sequence[Any], products: Mapping[Any, Product]) -> list[Any]:
-    """Run a traced program whose products by these variables are made by others."""
+    """Run a traced program, and make its products by these variables with other functions."""
 
     def step(eqn: Eqn, given: list[Any]) -> Sequence[Any]:
         at = next((n for n, v in enumerate(eqn.invars) if is_in(v, products)), None)
@@ -117,11 +119,11 @@ def with_products(program: Any, xs: Sequence[Any], products: Mapping[Any, Produc
 
 
 def first_of(jaxpr: OpenJaxpr, kernels: Collection[Any]) -> set[Any]:
-    """Which of these kernels are multiplied by what no product by another has made: their gradients are made last."""
+    """Return the kernels multiplying values without another product before them: their gradients come last."""
     first: set[Any] = set()
 
     def step(eqn: Eqn, are_behind: list[bool]) -> list[bool]:
-        """Whether the results are products by them, or made of these."""
+        """Return whether the results are products by these variables, or depend on such products."""
         by = read_by([eqn]).intersection(kernels)
         first.update(() if any(are_behind) else by)
         return [any(are_behind) or bool(by)] * len(eqn.outvars)
@@ -131,22 +133,23 @@ def first_of(jaxpr: OpenJaxpr, kernels: Collection[Any]) -> set[Any]:
 
 
 def is_sliced(program: Any, number: int) -> bool:
-    """Whether nothing of an operand is read but slices."""
+    """Return whether all readers of an operand take slices."""
     return {"dynamic_slice"}.issuperset(readers(program, through=SAME)[number])
 
 
 def leaves_in_slices(gather: Callable[[Any], Any], shard: Array, full: Array) -> bool:
-    """Whether of the gradient of what was gathered from `shard` nothing is sent but slices, as by permutes."""
+    """Return whether the gradient of a gathered `shard` leaves in slices only, as by permutes."""
     return is_sliced(jax.make_jaxpr(lambda shard, of_full: jax.vjp(gather, shard)[1](of_full))(shard, full), 1)
 
 
 def product_scattered(
     product: Multiply, x: Array, kernel: Array, shard: Array, token: Array, gather: Callable[[Any], Any]
 ) -> tuple[Array, Array]:
-    """Return `product(x, kernel)` of a kernel that was gathered from `shard`, to which its gradient goes, and `token`.
+    """Return `product(x, kernel)` for a kernel gathered from `shard`, and `token`; the kernel's gradient goes to
+    `shard`.
 
-    The gradient of `token` says nothing but when: it is there when this gradient has been scattered, and that of the product
-    before this one is scattered behind it.
+    The gradient of `token` is a time: it exists when this gradient has been scattered. The gradient of the product
+    before this one is scattered after it.
     """
 
     def forward(x: Array, kernel: Array, shard: Array, token: Array) -> tuple[tuple[Array, Array], Any]:
@@ -203,17 +206,17 @@ def _of_shard(
 
 
 def after(token: Array, x: Any) -> Array:
-    """The same numbers, which no compiler knows before `token` is there, whatever it is.
+    """Return the same numbers, unknown to any compiler before `token` exists.
 
-    What is sliced at such a number waits for the token. XLA for TPU removes barriers before it makes its schedule, and takes
-    each collective of that to have links of its own: those that are ready together it puts together, and their wire shows.
+    A slice at such a number waits for the token. XLA for TPU removes barriers before it schedules, and assumes that
+    each collective has links of its own: it puts ready collectives together, and their wire shows.
     """
     x = jnp.asarray(x)
     return lax.min(x, x + (token != token).astype(x.dtype))
 
 
 def token_of(x: Array) -> Array:
-    """A number that is there when `x` is."""
+    """Return a number available no earlier than `x`."""
     one = lax.slice(x, [0] * x.ndim, [1] * x.ndim).reshape(()).astype(jnp.float32)
     return set_varying(one, frozenset())
 

@@ -1,4 +1,4 @@
-"""The parameters of primitives that say sizes, for one device's part."""
+"""Parameters of primitives with sizes, for a shard."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def axes_of(of: Factored, choice: Choice) -> Axes:
 
 
 def local_shape(shape: tuple[int, ...], axes: Axes, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of one device's part."""
+    """Return the shape of a shard."""
     return tuple(n // math.prod(sizes[name] for name in names) for n, names in zip(shape, axes, strict=True))
 
 
 def localized(eqn: Eqn, found: Factors, choice: Choice, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the parameters of a primitive that say sizes, for one device's part."""
+    """Return a primitive's parameters with the sizes of a shard."""
     params, name = eqn.params, eqn.primitive.name
     made = local_shape(tuple(eqn.outvars[0].aval.shape), axes_of(found.results[0], choice), sizes)
     if name == "broadcast_in_dim":
@@ -53,7 +53,7 @@ def localized(eqn: Eqn, found: Factors, choice: Choice, sizes: Mapping[str, int]
 
 
 def ranges_of(eqn: Eqn, shape: tuple[int, ...]) -> dict[int, list[range]]:
-    """Return the places that each piece takes along each axis that is cut."""
+    """Return the range of each piece along each cut axis."""
     asked = eqn.params
     if eqn.primitive.name == "split":
         ends = [0, *np.cumsum(asked["sizes"]).tolist()]

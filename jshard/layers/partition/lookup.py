@@ -50,8 +50,9 @@ def _plan_gather(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
 
 
 def _plan_at_rest(plan: Planner, eqn: Eqn, values: list[Value], found: Factors, choice: Choice) -> Planned | None:
-    """Look up the rows of all devices in the part of a stored table that each holds, some numbers of every word, and send the
-    answers to where their rows are. None where the table would be fewer bytes, or is gathered for another use anyway."""
+    """Plan a lookup in a stored table at rest: look up the rows of all devices in this device's features of every
+    word, and send the answers to their rows. Return None if gathering the table takes fewer bytes, or another use
+    gathers it anyway."""
     table, indices = values
     if table.rest is None or not table.is_only_looked_up:
         return None
@@ -75,7 +76,7 @@ def _plan_at_rest(plan: Planner, eqn: Eqn, values: list[Value], found: Factors, 
 
 
 def _moved_over(plan: Planner, eqn: Eqn, values: list[Value], found: Factors, choice: Choice) -> Choice:
-    """Split another axis of an array that is no parameter, where to sum what is found in it would cost more."""
+    """Split another axis of a non-parameter, where a sum of the answers would cost more."""
     looked_up = _looked_up(found)
     names = {name for factor, some in choice.items() if factor in looked_up for name in some}
     rest = {factor: some for factor, some in choice.items() if factor not in looked_up}
@@ -90,7 +91,7 @@ def _without(axes: Axes, names: Names) -> Axes:
 
 
 def _names(found: Factors, choice: Choice) -> tuple[str, ...]:
-    """Return the mesh axes that split the table where one looks up."""
+    """Return the mesh axes of the table along the axis of the lookup."""
     looked_up = _looked_up(found)
     each = [of[0] for of in found.operands[0]]
     return tuple(name for factor in each if factor in looked_up for name in choice.get(factor, ()))
@@ -144,7 +145,7 @@ def _looked_up(found: Factors) -> set[int]:
 
 
 def _by_place(jaxpr: OpenJaxpr, eqn: Eqn) -> Any:
-    """Rewrite `x[arange(n), i]`, which asks each row for something of its own, as a lookup in many tables; else None."""
+    """Rewrite `x[arange(n), i]`, a lookup of its own for each row, as a lookup in many tables; else return None."""
     numbers, makes = eqn.params["dimension_numbers"], makers(jaxpr)
     shape, last, made = eqn.invars[1].aval.shape, eqn.invars[1].aval.ndim - 1, entry(makes, eqn.invars[1])
     if made is None or made.primitive.name != "concatenate" or made.params["dimension"] != last:
@@ -179,7 +180,7 @@ def _by_place(jaxpr: OpenJaxpr, eqn: Eqn) -> Any:
 
 
 def _counts(makes: Mapping[Any, Eqn], atom: Any) -> int | None:
-    """Return the axis along which an array counts its own places, as an iota does however it was shaped; None for others."""
+    """Return the axis along which an array counts its own places, as a reshaped iota does; None for others."""
     eqn = entry(makes, atom)
     if eqn is None:
         return None
@@ -199,7 +200,7 @@ def _counts(makes: Mapping[Any, Eqn], atom: Any) -> int | None:
 
 
 def _own(run: Run, shape: Any, indices: Array, start: Any, looked_up: Any, mode: Any) -> Any:
-    """Count indices from this device's first row; return them, which of them are its own, and which are in the table at all."""
+    """Count indices from this device's first row; return them, a mask of its own, and a mask of valid indices."""
     inside: list[Array] = []
     valid: list[Array] = []
     columns = []

@@ -34,8 +34,8 @@ ONE_TURN, AHEAD = "one turn", "gathered ahead"
 
 
 def _plan_scan(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
-    """What is carried is split as it goes in, or further as the loop leaves it; the axis that one goes along is whole, or split
-    over the stages of a pipeline, which run one after the other."""
+    """Plan a scan. The carry is split as on entry, or further as the body leaves it. The scanned axis is whole, or
+    split over stages of a pipeline, which run in turn."""
     jaxpr, (count, carried) = eqn.params["jaxpr"], scanned(eqn)
     values = [plan.array(value) for value in values]
     consts, carry, over = values[:count], values[count : count + carried], values[count + carried :]
@@ -74,7 +74,7 @@ def _plan_scan(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
 
 
 def _check_ahead(eqn: Eqn, signal: Signal | None) -> None:
-    """Refuse to gather the layers of a loop one ahead where the model says how several of them run."""
+    """Refuse `prefetch` if the model groups several layers in a turn."""
     assert signal is not None
     if eqn.params["unroll"] >= 2:
         raise JShardError(
@@ -91,13 +91,14 @@ def _check_ahead(eqn: Eqn, signal: Signal | None) -> None:
 
 
 def _keeps_no_parameter(over: Sequence[Value]) -> bool:
-    """Whether the backward pass marks the layers' parameters again, as it gathers them: kept, they would be stacked anew."""
+    """Return whether the backward pass marks or gathers the layers' parameters again; kept, they would be stacked
+    once more."""
     signals = [value.signal for value in over if value.signal is not None]
     return any(value.regathers for value in over) or (bool(signals) and not any(each.store_keep for each in signals))
 
 
 def _remat_of(over: Sequence[Value]) -> Remat:
-    """What the signals of the layers' parameters say is computed anew, which has to be one thing."""
+    """Return the common `remat` of the signals of the layers' parameters."""
     said = {v.signal.remat: v.signal for v in over if v.signal is not None and v.signal.remat}
     if len(said) > 1:
         one, other, *_ = said.values()
@@ -109,7 +110,7 @@ def _remat_of(over: Sequence[Value]) -> Remat:
 
 
 def _plan_one_turn(plan: Planner, eqn: Eqn, given: Sequence[Value], over: Sequence[Value]) -> Planned:
-    """Plan a loop of one turn: what it closes over is read as anywhere else."""
+    """Plan a loop of a single turn, with its closed-over values read as outside a loop."""
     each = [_plan_led_by(plan, value, ()).one_turn() for value in over]
     made, inside = plan.program(eqn.params["jaxpr"], [*given, *each])
     _, carried = scanned(eqn)
@@ -128,7 +129,7 @@ def _plan_led_by(plan: Planner, value: Value, lead: tuple[str, ...]) -> Value:
 def _settled(
     axes: list[Axes], consts: Sequence[Value], body: Callable[[list[Axes]], tuple[list[Value], Plan]]
 ) -> tuple[list[Axes], list[Value], Plan]:
-    """Split what is carried as the body leaves it, where that is split further, until it stays so."""
+    """Split the carry as the body leaves it, if further, to the fixpoint."""
     for _ in range(3):
         made, inside = body(axes)
         after = [new.axes if _finer(old, new.axes) else old for old, new in zip(axes, made, strict=False)]
@@ -186,7 +187,7 @@ def _plan_while(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
 
 
 def _before(run: Run, parts: Sequence[Part], claim: Signal | None) -> None:
-    """Gather, cut and mark before a loop what each of its turns would."""
+    """Gather, cut and mark before a loop instead of in each turn."""
 
     def need(part: Part, axes: Axes, names: Names) -> None:
         with contextlib.nullcontext() if part.signal is None else scope(claim=part.signal.name):
@@ -259,7 +260,7 @@ def _one_turn(run: Run, eqn: Eqn, given: Sequence[Part], over: Sequence[Part], s
 def _first_of(
     layer: Callable[..., Any], some: SomeLayers, carry: list[Array], xs: list[Array], *, length: int, **how: Any
 ) -> tuple[list[Array], list[Array]]:
-    """Run the first layers of a loop, as many as `some` says; those behind them leave what is carried as it is, and zeros."""
+    """Run the first layers of a loop, as many as `some` says; the others pass the carry on and give zeros."""
     _, none = zeros_like_result(layer, carry, [x[0] for x in xs])
 
     def one(carry: Tree, xs: list[Array]) -> Any:
@@ -281,7 +282,8 @@ def _ahead(
     carry: list[Array],
     remat: Remat,
 ) -> tuple[list[Array], list[Array]]:
-    """Run a loop whose layers are gathered one ahead. `seen` are the parts of a layer that has been traced: what it gathers."""
+    """Run a loop with each layer gathered a turn ahead. `seen` are the shards of a traced layer: they list its
+    gathers."""
     ahead = {at: list(seen[at].gathers()) for at, part in enumerate(over) if part.prefetches}
     others = [at for at in range(len(over)) if at not in ahead]
 
@@ -312,7 +314,8 @@ def _ahead(
 
 
 def _led_by(run: Run, part: Part, lead: tuple[str, ...], step: Step) -> Part:
-    """The axis that a scan goes along is whole on every device, or split over stages, of a stored parameter too."""
+    """Return the layouts of scanned operands: the scanned axis is whole, or split over stages, also of a stored
+    parameter."""
     lies = part.axes if part.rest is None else part.rest
     return part if lies[0] == lead else run.place(part, (lead, *part.axes[1:]), step.claim)
 

@@ -22,19 +22,22 @@ from jshard.programs.provenance import scope
 
 
 class Microbatches:
-    """`run(xs)` of the inputs of a program that returns a loss, or a vector of it and of numbers without a gradient, and its
-    variables. Inputs `batch` have an axis of microbatches before their own; `parameters` are differentiated. It returns the
-    mean of losses, that of gradients, which lie as the parameters rest, and the variables behind the last microbatch.
+    """A program over microbatches: `run(xs)` returns the mean loss, the mean gradients, and the last microbatch's
+    variables.
 
-    What a parameter at rest is split over by `store` is gathered for each microbatch, and its gradient scattered: it is never
-    whole between them."""
+    The program returns a loss, or a vector of the loss and of numbers without a gradient, and its variables. Inputs
+    `batch` have a leading axis of microbatches; `parameters` are differentiated, and their gradients lie as the
+    parameters rest. A parameter split by `store` is gathered for each microbatch and its gradient scattered: it is
+    never whole between them.
+    """
 
     def __init__(self, program: Program, parameters: Sequence[int], variables: Sequence[int], batch: Sequence[int]):
         self.program, self.parameters, self.variables, self.batch = program, parameters, variables, batch
 
     @functools.cached_property
     def marked(self) -> list[Names]:
-        """For each parameter, the mesh axes that all its uses make it vary over: found by a trace of one microbatch forward."""
+        """Return, for each parameter, the mesh axes over which all its uses vary, from a forward trace of a
+        microbatch."""
         asked: list[set[Names]] = [set() for _ in self.parameters]
 
         def once(*xs: Tree) -> Array:
@@ -77,7 +80,7 @@ class Microbatches:
     def _gradients(
         self, parameters: list[Array], variables: Sequence[Array], xs: Sequence[Array], each: dict[int, Array]
     ) -> tuple[Array, list[Array], list[Array]]:
-        """The loss of one microbatch and this device's share of its gradients."""
+        """Return a microbatch's loss and this device's share of its gradients."""
         known = {**dict(enumerate(xs)), **dict(zip(self.variables, variables, strict=True)), **each}
 
         def loss(parameters: list[Array]) -> tuple[Array, list[Array]]:
@@ -87,7 +90,7 @@ class Microbatches:
         return value, back(jnp.ones_like(value))[0], state
 
     def _loss(self, xs: Sequence[Any], asked: Sequence[set[Names]] = ()) -> tuple[Array, list[Array]]:
-        """The loss of one microbatch, and the variables behind it."""
+        """Return a microbatch's loss and variables."""
         program, run, parts = self.program, self.program.running(), self.program.parts(xs)
         for number, uses in zip(self.parameters, asked or [set() for _ in self.parameters], strict=True):
             parts[number].asked = uses

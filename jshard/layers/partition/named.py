@@ -1,5 +1,8 @@
-"""A program that is left to XLA, told what the claims say: each operation stands under the nearest, as in the partition, and
-what a claim's `sequence` splits is constrained to be split so."""
+"""Programs left to XLA, with the claims in their name stacks.
+
+Each operation is under the nearest claim, as in the partition. Results of a `sequence` are constrained to be split
+so.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ HELD = {**{name: (key,) for name, key in CALLS.items() if not name.startswith("c
 
 
 def named(jaxpr: OpenJaxpr, claims: Sequence[Signal | None], mesh: Mesh, found: Mapping[Any, Axes]) -> Any:
-    """Put the signals that claim the arguments of a jaxpr into the name stacks of its equations, and a constraint behind each
-    product whose sum the partition would scatter; `found` is how it splits each variable."""
+    """Put the claims of a jaxpr's arguments into the name stacks of its equations, and constrain each product with a
+    scattered sum in the partition. `found` has the split of each variable."""
     return _Naming(mesh, found).jaxpr(jaxpr, claims)
 
 

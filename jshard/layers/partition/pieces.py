@@ -1,4 +1,4 @@
-"""A program whose parameters are on stages, each with layers of its own: cut where its values go from one stage to another."""
+"""Programs with parameters on stages, each stage with its own layers: cut where values go from one stage to another."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Group = tuple[str, tuple[str, ...]]  # arrays of one dtype, which vary over the 
 
 
 class Pieces:
-    """A program in pieces that run one after the other, each on the stage of the parameters in it.
+    """A program in pieces, run in turn, each on the stage of its parameters.
 
-    A parameter rests split over the stages too, where it divides, and is sent to the one that uses it by one all-to-all in a
-    step, as its gradient is sent back. What depends on no parameter of a stage is computed by each piece that needs it.
+    A parameter rests split over the stages too, if it divides. One all-to-all in a step sends it to its stage,
+    another sends its gradient back. Each piece computes for itself the values without a parameter of a stage.
     """
 
     def __init__(self, program: Any, sizes: int):  # a Program, which makes these
@@ -81,7 +81,7 @@ class Pieces:
         self.rest = cut(jaxpr, [v for v in jaxpr.outvars if not is_in(v, self.outs)])
 
     def _check_stages(self, first: Stage, sizes: int) -> None:
-        """Refuse a stage that no parameter is on, and parameters that rest split over stages and are on none."""
+        """Refuse a stage without parameters, and parameters split over stages at rest but on no stage."""
         program, claims = self.program, self.claims
         for number in set(range(sizes)) - set(self.stage_of.values()):
             raise JShardError(
@@ -119,7 +119,7 @@ class Pieces:
         return [self.claims[n].signal for n in self.pieces[number].inputs if n in self.claims]
 
     def _backward_of(self, number: int) -> int:
-        """The stage that runs the backward of a piece."""
+        """Return the stage for the backward of a piece."""
         owner, present = self.owners[number], configuration()
         inside = self._signals_in(number)
         found: dict[int, Signal] = {}
@@ -144,7 +144,7 @@ class Pieces:
         return there
 
     def _piece_of(self, stage: int, least: int = 0) -> int:
-        """The first piece of a stage that is not before another: a new one where there is none."""
+        """Return the first piece of a stage at or after another piece; append a new piece if there is none."""
         if stage not in self.owners[least:]:
             self.owners.append(stage)
         return self.owners.index(stage, least)
@@ -181,14 +181,14 @@ class Pieces:
         return [made[v] if is_in(v, made) else next(free) for v in program.jaxpr.outvars]
 
     def _rows(self, own: dict[Group, Array], stage: int) -> dict[Group, Array]:
-        """The parameters of a stage, where one device has those of all; else those that are here."""
+        """Return the parameters of a stage, if a device has all stages; else its own."""
         return {group: x[stage % len(x)] for group, x in own.items()}
 
     def _hop(self, x: Array, stage: int, other: int) -> Array:
         return lax.ppermute(x, self.mesh_axis, [(stage, other)]) if self.ways >= 2 else x
 
     def _on(self, stage: int, f: Callable[..., Any], *args: Tree) -> Any:
-        """What `f` returns on one stage, zeros on the others."""
+        """Return the results of `f` on a stage, zeros on the others."""
         none = zeros_like_result(f, *args)
         with scope(times="1", turns="1"):
             return lax.cond(lax.axis_index(self.mesh_axis) == stage % self.ways, f, lambda *_: none, *args)
@@ -196,8 +196,8 @@ class Pieces:
     def _with_backward_apart(
         self, number: int, mine: Tree, theirs: Tree, xs: list[Array], given: list[Array]
     ) -> list[Array]:
-        """What a piece makes, its backward on another stage: that computes the piece again, of what is sent to it: what went
-        into the piece, and the cotangents. `theirs` are the piece's parameters there."""
+        """Run a piece with its backward on another stage: that stage receives the piece's inputs and cotangents, and
+        computes the piece again. `theirs` are the piece's parameters there."""
         owner, there = self.owners[number], self.back[number]
         by = {"claim": self._signals_in(number)[0].name, "key": "backward"}
         smooth = [n for n, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -232,8 +232,8 @@ class Pieces:
     def computed(
         self, number: int, own: dict[Group, Array], xs: Tree, given: Sequence[Array], *, backward: bool = False
     ) -> list[Array]:
-        """What the piece of this number makes, on the devices of its stage: of its parameters, of other inputs by their number,
-        and of what the pieces before it have sent."""
+        """Return the results of the piece of this number on the devices of its stage, from its parameters, other
+        inputs by number, and the values sent by earlier pieces."""
         program, (jaxpr, inputs) = self.program, self.pieces[number]
         run = program.running()
         mine = [self._unpacked(own, backward, n) if n in self.packed else xs[n] for n in inputs]
@@ -247,7 +247,7 @@ class Pieces:
 
     @functools.cached_property
     def packed(self) -> dict[int, int]:
-        """The parameters that rest split over stages, and along which axis."""
+        """Return the parameters split over stages at rest, with the axis of each."""
         return {
             n: axis
             for n in self.stage_of
@@ -256,8 +256,8 @@ class Pieces:
         }
 
     def own(self, xs: Tree, *, backward: bool = False) -> dict[Group, Array]:
-        """Send each stage its own parameters, of those by their number in the program, by one all-to-all for each group of
-        arrays: `[stage here, part, number]`. With `backward` to the stages that run the backward."""
+        """Send each stage its own parameters, given by number in the program, by an all-to-all for each group of
+        arrays: `[stage here, part, number]`. With `backward`, send them to the stages of the backward."""
         where = dict(self.stage_of)
         if backward:
             apart = [n for n, there in enumerate(self.back) if there != self.owners[n]]
@@ -279,7 +279,7 @@ class Pieces:
         return found
 
     def _unpacked(self, own: dict[Group, Array], backward: bool, number: int) -> Array:
-        """A parameter of this stage, as it lies but for the axis of stages, along which its parts are put together."""
+        """Return a parameter of this stage with its parts joined along the axis of stages."""
         group, first, shape = self.places[backward, number]
         axis = self.packed[number]
         parts = lax.slice_in_dim(own[group], first, first + math.prod(shape), axis=1).reshape(-1, *shape)
@@ -287,7 +287,7 @@ class Pieces:
 
 
 def check_smooth(v: Any, about: str) -> None:
-    """Refuse to send what has no gradient."""
+    """Refuse to send values without a gradient."""
     if not jnp.issubdtype(v.aval.dtype, jnp.inexact):
         raise JShardError(
             f"{about} sends {v.aval.str_short()} from stage to stage, and only what has a gradient can go",

@@ -38,7 +38,8 @@ class Brought:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One equation: `how` its rule runs it, where there are several ways; `inside` are the plans of programs that it holds."""
+    """The decision for an equation. `how` names the way of its rule, if there are several; `inside` has the plans of
+    inner programs."""
 
     how: str = ""
     choice: Choice = dataclasses.field(default_factory=dict)  # the mesh axes that each factor is split over
@@ -75,12 +76,12 @@ def names_of(axes: Axes) -> Names:
 
 
 def key_of(eqn: Eqn) -> Hashable:
-    """Name an equation by its first result, which it has in every program that it is cut into."""
+    """Return the key of an equation: its first result, which it keeps in every program it is cut into."""
     return eqn.outvars[0] if eqn.outvars else id(eqn)
 
 
 def steps(program: Any, plan: Plan) -> Iterator[tuple[Eqn, Step]]:
-    """Yield each equation of a program that is run as it is, with its step; those inside of others behind them."""
+    """Yield each equation of a program with its step; equations of inner programs follow their equation."""
     for eqn in level(program):
         step = plan[key_of(eqn)]
         if step.how == DONE:
@@ -95,7 +96,7 @@ def steps(program: Any, plan: Plan) -> Iterator[tuple[Eqn, Step]]:
 def with_marks(
     plan: Plan, marks: Mapping[tuple[Hashable, ...], Mapping[int, Names]], path: tuple[Hashable, ...] = ()
 ) -> Plan:
-    """Return the plan with the operands that are to vary, by the path of calls to their equation."""
+    """Return the plan with the operands to mark as varying, by the path of calls to their equation."""
     return {
         key: dataclasses.replace(
             step,
@@ -109,7 +110,7 @@ def with_marks(
 
 
 def with_shared(program: Any, plan: Plan) -> Plan:
-    """Return the plan with equal calls of one program as calls that share it: JAX traces, linearizes and transposes it once."""
+    """Return the plan with equal calls of a program as shared calls: JAX traces, linearizes and transposes it once."""
     found: dict[int, list[list[Hashable]]] = collections.defaultdict(list)  # equal calls, by the program's `id`
     plan = dict(plan)
     for eqn in level(program):
@@ -130,7 +131,7 @@ def with_shared(program: Any, plan: Plan) -> Plan:
 
 
 def are_alike(one: Step, other: Step) -> bool:
-    """Whether two steps are equal to the names of their claims, which signals do not compare."""
+    """Return whether two steps are equal, names of their claims included: signals compare without names."""
     if one != other or _names_of_claims(one) != _names_of_claims(other):
         return False
     pairs = zip(one.inside, other.inside, strict=True)

@@ -1,5 +1,8 @@
-"""A loop over layers whose stored parameters are gathered one layer ahead, forward and backward, and whose gradients are
-scattered one layer behind. Of a layer its input is kept, and no more, unless its signals say what else."""
+"""Loops over layers with parameters gathered a layer ahead, forward and backward, and gradients scattered a layer
+late.
+
+Only a layer's input is kept, unless its signals ask for more.
+"""
 
 from __future__ import annotations
 
@@ -45,18 +48,17 @@ def scan_ahead(
     travels: bool,
     remat: str | tuple[str, ...],
 ) -> tuple[Arrays, Arrays]:
-    """Scan `layer` over what `gathers` give, each of the shard of that number, and over `each`, arrays that are led by the axis
-    of layers.
+    """Scan `layer` over the results of `gathers`, each of the shard of its number, and over `each`, arrays led by the
+    axis of layers.
 
-    Of kernels that one product reads, and that leave by permutes, a part of the gradient is multiplied at a time and sent while
-    the layer goes on; other gradients are scattered beside the backward of the layer before.
+    If one product reads a kernel and its gradient leaves by permutes, the gradient is multiplied a part at a time,
+    and sent while the layer goes on. Other gradients are scattered beside the backward of the layer before.
 
-    The first and the last turn stand before and behind the loops, so that nothing is gathered or scattered for nothing:
-    `length` gathers forward, one less backward. Where nothing `travels`, as all is whole, nothing is carried ahead: only the
-    gradients are a layer late.
+    The first and last turn are outside the loops, so no gather or scatter is wasted: `length` gathers forward, one
+    less backward. If nothing `travels`, because all is whole, nothing is carried ahead: only gradients are a layer
+    late.
 
-    Of the last turn, whose forward and backward stand beside each other, XLA keeps what the forward made, unless `remat` is
-    "full".
+    The last turn's forward and backward are neighbours; XLA keeps its residuals unless `remat` is "full".
     """
     ahead = _Ahead(layer, gathers, (carry, shards, each), length=length, reverse=reverse, travels=travels, remat=remat)
     call = jax.custom_vjp(lambda *operands: ahead.forward(*operands)[0])
@@ -66,7 +68,7 @@ def scan_ahead(
 
 
 class _Turns:
-    """The turns of a loop over layers, and what of stacked arrays is a turn's."""
+    """The turns of a loop over layers, with each turn's part of stacked arrays."""
 
     def __init__(self, length: int, *, reverse: bool):
         self.length, self.reverse = length, reverse
@@ -87,7 +89,7 @@ class _Turns:
 
 
 class _Ahead:
-    """A loop whose layers are gathered ahead, and its backward:
+    """A loop with layers gathered ahead, and its backward.
 
     forward    gather 0 | gather 1       gather 2       ...               |
                         | layer 0        layer 1        ... layer n - 2   | layer n - 1
@@ -124,7 +126,7 @@ class _Ahead:
         self.last_layer = _Kept(recomputed(self._run, remat), once) if remat == "full" else self.one_layer
 
     def _run(self, carry: Arrays, full: Arrays, own: Arrays, each: Arrays, consts: Arrays) -> tuple[Arrays, Arrays]:
-        """Run a layer of what is gathered; gradients of `own` shards leave while it goes back."""
+        """Run a layer on gathered values; gradients of `own` shards leave during its backward."""
         *own, token = own
         shard = dict(zip(self.soon, own, strict=True))
 
@@ -177,7 +179,7 @@ class _Ahead:
     def _given(
         self, full: Arrays, shards: Arrays, each: Arrays, consts: Arrays, turn: Array | int
     ) -> tuple[Arrays, ...]:
-        """What a layer is given beside what is carried."""
+        """Return the operands of a layer other than the carry."""
         own = [*self.turns.at(_some(shards, self.soon), turn), _start()]
         in_use = full if self.travels else self._gather(self.turns.at(shards, turn))
         return in_use, own, self.turns.at(each, turn), consts
@@ -262,7 +264,8 @@ def _some(arrays: Sequence[Any], numbers: Sequence[int]) -> Arrays:
 
 
 def _layer_of(x: Array, number: Array | int) -> Array:
-    """One of stacked arrays, as rows of all. XLA for TPU may want an axis of layers to be elsewhere, and then copies all."""
+    """Return a layer of stacked arrays, as rows of all. XLA for TPU may want the axis of layers elsewhere, and would
+    copy all."""
     if x.ndim == 1:
         return lax.dynamic_index_in_dim(x, number, keepdims=False)
     return lax.dynamic_slice_in_dim(_rows(x), number * x.shape[1], x.shape[1])
@@ -279,9 +282,10 @@ def _rows(x: Array) -> Array:
 
 
 def _late(gathers: Gathers, jaxpr: OpenJaxpr, kernels: Sequence[Any], shards: Arrays, full: Arrays) -> set[int]:
-    """Which shards have their gradients scattered a layer late: all of which a part can't leave while the next is multiplied.
+    """Return the shards with gradients scattered a layer late: those that cannot leave in parts.
 
-    Behind the gradients that a layer makes last it has no work to hide them. Where these are more than a third, all are late.
+    The last gradients of a layer have no work behind them to hide their scatter. If these are more than a third, all
+    are late.
     """
     once = {v for v, read in zip(jaxpr.invars, readers(jaxpr, through=()), strict=True) if read == ["dot_general"]}
     found = set[int]()
@@ -294,7 +298,7 @@ def _late(gathers: Gathers, jaxpr: OpenJaxpr, kernels: Sequence[Any], shards: Ar
 
 
 class _Kept:
-    """A layer of which what `run` leaves for its backward is kept, but not its parameters, nor what is made of them alone."""
+    """A layer with its residuals kept, except for parameters and values made of parameters alone."""
 
     def __init__(self, run: Callable[..., Any], operands: Sequence[Arrays]):
         self.outputs = jax.eval_shape(run, *operands)
@@ -342,6 +346,6 @@ def smooth(arrays: Sequence[Any]) -> Arrays:
 
 
 def padded(cotangents: Sequence[Any], primals: Sequence[Any]) -> Arrays:
-    """Cotangents of all of these, of which those of whole numbers say nothing."""
+    """Return cotangents for all of these, empty for integers."""
     it = iter(cotangents)
     return [next(it) if is_smooth(x) else np.zeros(x.shape, jax.dtypes.float0) for x in primals]

@@ -32,7 +32,7 @@ T = TypeVar("T", Part, Value)
 
 
 def settle(values: list[Value], found: Factors, eqn: Eqn) -> None:
-    """Decide how parameters lie whose first use this is: summed axes are `reduction`, kept ones `column`."""
+    """Decide the layout of parameters at their first use: summed axes are `reduction`, kept ones `column`."""
     for number, value in enumerate(values):
         if value.is_undecided and not value.is_put_off:
             others = {f for other, of in enumerate(found.operands) if other != number for each in of for f in each}
@@ -81,7 +81,7 @@ def _plan_add(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
 
 
 def _of_bias(jaxpr: OpenJaxpr, product: Any) -> Any:
-    """Return the addition of a vector to a product that nothing else reads."""
+    """Return the addition of a vector to a product without other readers."""
     readers = uses(jaxpr)[product]
     if len(readers) != 1 or readers[0] is None or readers[0].primitive is not lax.add_p:
         return None
@@ -98,7 +98,7 @@ def _whole_columns(plan: Planner, value: Value, claim: Signal) -> Value:
 def scatters(
     plan: Planner, eqn: Eqn, axes: list[tuple[str, ...]], names: tuple[str, ...], claim: Signal | None
 ) -> list[str]:
-    """Return the mesh axes of the signal's `sequence` over which a sum is scattered along axis 1, and split `axes` by them."""
+    """Return the mesh axes of `sequence` for scattering a sum along axis 1, and split `axes` by them."""
     shape, scattered = shape_of(eqn), list[str]()
     at = 1 if len(shape) > 2 else 0
     for name in names if claim is not None else ():
@@ -128,7 +128,7 @@ def _dot_general(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part
 
 
 def _summed(found: Factors, choice: Choice) -> list[int]:
-    """Return the factors that are summed over devices."""
+    """Return the factors summed over devices."""
     return [factor for factor, kind in enumerate(found.kinds) if kind == "sum" and factor in choice]
 
 
@@ -148,7 +148,7 @@ def _gathered(part: Part, claim: Signal) -> Part:
 
 
 def _dtypes_of(eqn: Eqn, claim: Signal | None) -> tuple[Any, Any] | None:
-    """Return the dtypes in which a product is multiplied and summed; None where the claim says none."""
+    """Return the dtypes for multiplying and summing a product; None without a claim."""
     dtypes = None if claim is None or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) else claim.dtype
     if dtypes is None or not (dtypes.compute or dtypes.reduce):
         return None
@@ -157,8 +157,8 @@ def _dtypes_of(eqn: Eqn, claim: Signal | None) -> tuple[Any, Any] | None:
 
 
 def _product(run: Run, eqn: Eqn, parts: list[Part], found: Factors, step: Step, claim: Signal | None) -> Array:
-    """The product of parts, in the dtypes that the claim says: a parameter at rest is cast where it is used, and x with it.
-    Where an operand starts to vary its gradient is summed, in the reduce dtype; so is what is summed over devices."""
+    """Multiply shards in the dtypes of the claim: a parameter at rest is cast at its use, and x with it. The reduce
+    dtype holds for gradients of operands that begin to vary, and for sums over devices."""
     dtypes = _dtypes_of(eqn, claim)
     if dtypes is None:
         return _multiplied(run, eqn, parts, found, step)
@@ -173,7 +173,7 @@ def _product(run: Run, eqn: Eqn, parts: list[Part], found: Factors, step: Step, 
 
 
 def _in_dtypes(eqn: Eqn, each: Sequence[T], dtypes: tuple[Any, Any] | None) -> list[T]:
-    """Return the operands, but for the sizes of groups, in the dtype that their gradients are summed in."""
+    """Return the operands, except sizes of groups, in the dtype of their gradient sums."""
     if dtypes is None:
         return list(each)
     compute, wide = dtypes

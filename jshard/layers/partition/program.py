@@ -1,5 +1,5 @@
-"""A traced function of global arrays as one program in one shard_map, in which each device runs its part; on Auto axes it is
-left to XLA."""
+"""Traced functions of global arrays as a program in a shard_map, with shards on each device; on Auto axes left to
+XLA."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RULES = {
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """What goes into a program: the parameter at `path`, as `claim` says, or an array that is split as `axes` say."""
+    """An input of a program: the parameter at `path`, placed by `claim`, or an array split by `axes`."""
 
     axes: Axes = ()
     claim: Claim | None = None
@@ -56,8 +56,8 @@ class Input:
 
 
 class Program:
-    """A first plan, in which parameters are whole, finds where they lie; `in_axes` is how they have to rest. A second plan says
-    how the program runs on them. On `axis_types: auto` the first is all that is asked."""
+    """A partitioned program. A first plan has whole parameters and finds their layouts, `in_axes`. A second plan
+    decides the run on parameters at rest. `axis_types: auto` needs the first only."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Program:
         )
 
     def of_one_stage(self) -> tuple[Plan, Mapping[Any, Axes]]:
-        """Plan the program as one stage runs it, that has all layers of some length; and say how variables are split there."""
+        """Plan the program as a stage runs it, with layers of some length; return the splits of variables there."""
         planner, stage = Planner(self.mesh, PLANS, wanted=self.wanted), self.stage
         assert stage is not None
         without = lambda axes: tuple(tuple(name for name in names if name != stage.mesh_axis) for names in axes)
@@ -153,7 +153,7 @@ class Program:
         return plan, planner.found
 
     def _plan(self) -> None:
-        """Plan how the program runs on parameters where they rest; what no rule takes is told here."""
+        """Plan the run on parameters at rest; raise the error for operations without a rule."""
         planner = Planner(self.mesh, PLANS, wanted=self.wanted, stage=self.stage)
         values = [self._value(number) for number in range(len(self.inputs))]
         ends, plan = planner.program(self.jaxpr, values)
@@ -180,7 +180,7 @@ class Program:
         return self.in_axes[source]
 
     def traced(self, f: Any, in_axes: Sequence[Axes], shapes: Sequence[Any] = ()) -> None:
-        """Trace what each device does with arrays that lie so, of these shapes or of those of the inputs."""
+        """Trace a device's program for arrays in these layouts, of these shapes or the shapes of the inputs."""
         shapes = shapes or [t.shape for t in self.types]
         placed = [Layout(self.mesh, *axes) for axes in in_axes]
         each = zip(shapes, self.types, placed, strict=True)
@@ -193,7 +193,7 @@ class Program:
         return Run(self.mesh, PLANS, RULES, {} if self.stage is None else self.stage.by, some_layers)
 
     def parts(self, xs: Sequence[Any]) -> list[Part]:
-        """What each device holds of arrays that lie as `in_axes` say."""
+        """Return each device's shards of arrays in the layouts `in_axes`."""
         return [self.part(number, x) for number, x in enumerate(xs)]
 
     def part(self, number: int, x: Any) -> Part:
@@ -204,7 +204,7 @@ class Program:
         )  # fmt: skip
 
     def part_of_stage(self, number: int, x: Any) -> Part:
-        """An input as one stage has it, or all have."""
+        """Return an input as a stage has it, or as all have it."""
         part, stage = self.part(number, x), self.stage
         if part.rest is not None and stage is not None:
             rest = tuple(tuple(name for name in names if name != stage.mesh_axis) for names in part.rest)
@@ -212,7 +212,7 @@ class Program:
         return part
 
     def __call__(self, *xs: Tree) -> list[Any]:
-        """Run on arrays that lie as `in_axes` say."""
+        """Run on arrays in the layouts `in_axes`."""
         if not is_explicit(self.mesh):
             claims = [each.claim.signal if each.claim else None for each in self.inputs]
             outs = jax_core.eval_jaxpr(named(self.jaxpr, claims, self.mesh, self.found), [], *xs)
@@ -248,7 +248,7 @@ def _check_grouped(jaxpr: Jaxpr, mesh: Mesh) -> None:
 
 
 def _check_remat(uses: Sequence[Use], is_explicit: bool) -> None:
-    """Raise an error for a signal whose `remat` or `store.prefetch` would do nothing: they are for the layers of a loop."""
+    """Raise an error for a signal whose `remat` or `store.prefetch` would do nothing: both are for layers of a loop."""
     signals = {use.claim.signal.name: use.claim.signal for use in uses}
     in_loops = {use.claim.signal.name for use in uses if "scan" in use.roles and is_explicit}
     staged = {use.claim.signal.name for use in uses if use.claim.stage and use.claim.stage.number is None}

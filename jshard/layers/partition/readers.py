@@ -1,4 +1,4 @@
-"""What reads the inputs of a program: where that is one lookup or one product, less is gathered, or sent, than for all uses."""
+"""Readers of a program's inputs: for a single lookup or product, less is gathered or sent than for all uses."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ LOOKUPS = ("gather", "dynamic_slice")  # in their first operand
 
 
 def readers(program: Any, *, through: Collection[str] = CASTS) -> list[list[str]]:
-    """Return of each input what reads it: "gather" for rows that are looked up in it, "dynamic_slice", "dot_general", or OTHER.
-    Casts, the primitives of `through`, are looked through, and so are calls, and loops of one turn that close over it; where
-    there are none, all are OTHER themselves."""
+    """Return the reader of each input: "gather" for a lookup of rows, "dynamic_slice", "dot_general", or OTHER.
+
+    Casts and the primitives of `through` are looked through, and so are calls and loops of one turn. Without them
+    every reader is OTHER.
+    """
 
     def reads(eqn: Eqn, after: list[list[str]]) -> list[list[str]]:
         name = eqn.primitive.name

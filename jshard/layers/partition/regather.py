@@ -17,9 +17,13 @@ regathered_p.multiple_results = True
 
 
 def regathering(program: Any, stored: Sequence[bool]) -> Any:
-    """Return a program whose equations between loops are one each, `regathered`, where they read inputs that are stored: a
-    policy around a loop would take the place of its own. What several pieces read, as a tied table, is gathered once for
-    all: by each it would be gathered and its gradient scattered. One that says itself what is computed anew stays as it is."""
+    """Return a program with the equations between loops grouped in `regathered` equations, where they read stored
+    inputs.
+
+    A policy around a loop would replace the loop's own. An input of several groups, such as a tied table, is gathered
+    once for all: else each group would gather it and scatter its gradient. A program with its own checkpoints stays
+    unchanged.
+    """
     jaxpr = bare(program)
     if not any(stored) or holds(jaxpr, CHECKPOINTS):
         return program
@@ -49,12 +53,12 @@ def regathering(program: Any, stored: Sequence[bool]) -> Any:
 
 
 def _is_own(eqn: Eqn) -> bool:
-    """Whether an equation says itself what is gathered again: a loop, and a call that others share."""
+    """Return whether an equation gathers again by itself: a loop, or a shared call."""
     return eqn.primitive.name in (*LOOPS, FOLDED) or any(holds(each, LOOPS) for each in jaxprs.inner(eqn))
 
 
 def _regathering_call(eqn: Eqn, at_rest: Set[Any], bodies: dict[Any, Any]) -> Eqn:
-    """The same call, of a program that gathers again; calls of one program stay calls of one."""
+    """Return the call of a regathering program; calls of a shared program stay shared."""
     if eqn.primitive.name != FOLDED:
         return eqn
     body, stored = eqn.params["jaxpr"], tuple(jaxprs.is_in(atom, at_rest) for atom in eqn.invars)

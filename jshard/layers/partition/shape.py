@@ -1,4 +1,4 @@
-"""Rules of operations that make arrays, or shape them anew, and of extremes, whose gradient several elements may share."""
+"""Rules of operations making or reshaping arrays, and of extremes, with a gradient shared by equal elements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _plan_broadcast(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
 
 
 def _plan_made(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
-    """Put off what is made of nothing, or of a key, which every device has."""
+    """Defer an array made of nothing, or of a key: every device can make it."""
     shape = shape_of(eqn)
 
     def recipe(axes: Axes, names: Names) -> None:
@@ -52,7 +52,7 @@ def _iota(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
 
 
 def first(names: tuple[str, ...], size: int, sizes: dict[str, int], dtype: Any) -> Any:
-    """The place of this device's first element along an axis that `names` split."""
+    """Return the index of this device's first element along an axis split by `names`."""
     index: Any = 0
     for name in names:
         index = index * sizes[name] + lax.axis_index(name)
@@ -60,7 +60,7 @@ def first(names: tuple[str, ...], size: int, sizes: dict[str, int], dtype: Any) 
 
 
 def _drawn(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
-    """Random bits are cut from those of the whole array: the same numbers on every mesh."""
+    """Cut random bits from the bits of the whole array: the same numbers on every mesh."""
     shape = shape_of(eqn)
 
     def make(axes: Axes, names: Names, moving: Moving) -> Array:
@@ -92,7 +92,7 @@ def _ordered(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
 
 
 def _clamped(eqn: Eqn, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
-    """Return which operands are places of a slice that may lie outside of its array, and the last place that is inside."""
+    """Return the starts of a slice among the operands, possibly outside its array, and the last valid start."""
     count = len(eqn.invars) - len(shapes[0])
     sizes = eqn.params["slice_sizes"] if count == 1 else shapes[1]
     last = [(at, n - size) for at, (n, size) in enumerate(zip(shapes[0], sizes, strict=True), count)]
@@ -119,7 +119,7 @@ def _inside(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
 
 
 def _extreme(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
-    """Reduce over elements and devices in one step: by two, the gradient would be shared among devices, whatever each has."""
+    """Reduce over elements and devices in a single step: two steps would share the gradient among devices wrongly."""
     found = known(eqn)
     kind: Any = REDUCTIONS[eqn.primitive.name]
     names = [name for factor, some in step.choice.items() if found.kinds[factor] == kind for name in some]

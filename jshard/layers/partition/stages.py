@@ -1,4 +1,4 @@
-"""Layers that are split over the stages of a pipeline: one stage after the other, and chunks of layers for each."""
+"""Layers split over the stages of a pipeline: stages in turn, and chunks of layers for each."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Arrays = list[Any]
 def in_turn(
     layers: Callable[[Arrays], tuple[Arrays, Arrays]], carry: Arrays, mesh_axis: str, **by: str
 ) -> tuple[Arrays, Arrays]:
-    """Run `layers`, the own ones of each stage, one stage after the other, while the others wait. What is carried goes around
-    by permutes, and is on the first stage at the end, zeros on the others; each stage keeps what its own layers have left."""
+    """Run `layers`, each stage's own, stage after stage. Permutes carry the state around; at the end it is on the
+    first stage, zeros on the others. Each stage keeps the results of its own layers."""
     count, own = lax.axis_size(mesh_axis), lax.axis_index(mesh_axis)
     _, left = zeros_like_result(layers, carry)
     around = [(n, (n + 1) % count) for n in range(count)]
@@ -38,8 +38,8 @@ def in_turn(
 
 
 def to_chunks(x: Array, chunks: int, mesh_axis: str) -> Array:
-    """Move the layers of this stage, which follow one another, to `[chunk, layer]` of the stages that run them: chunk c of
-    stage s is the (c * stages + s)th. One permute for each chunk."""
+    """Move this stage's neighbouring layers to `[chunk, layer]` of their stages: chunk c of stage s is number c *
+    stages + s. Costs a permute for each chunk."""
     pieces = x.reshape(chunks, -1, *x.shape[1:])
     return _exchanged(pieces, _rounds(chunks, lax.axis_size(mesh_axis)), mesh_axis)
 
@@ -55,7 +55,7 @@ Round = Sequence[tuple[int, int, int, int]]  # from this stage its piece, to tha
 
 
 def _rounds(chunks: int, stages: int) -> list[Round]:
-    """Who sends which piece to whom, so that in a round each stage sends one and is sent one."""
+    """Return the transfers in rounds: in a round each stage sends one piece and receives one."""
     period = stages // gcd(chunks, stages)
 
     def piece(stage: int, number: int) -> tuple[int, int, int, int]:
@@ -80,7 +80,7 @@ def _exchanged(pieces: Array, rounds: Sequence[Round], mesh_axis: str) -> Array:
 
 
 class Counts(NamedTuple):
-    """How many layers each chunk of each stage has, in the order in which a microbatch goes through them."""
+    """The number of layers of each chunk of each stage, in the order of a microbatch."""
 
     layers: tuple[int, ...]
     stages: int
@@ -109,19 +109,19 @@ class Counts(NamedTuple):
 
     @property
     def places(self) -> np.ndarray:
-        """Where each layer lies in `rows`, flat."""
+        """Return the index of each layer in `rows`, flattened."""
         firsts = [(n % self.stages * self.chunks + n // self.stages) * self.longest for n in range(len(self.layers))]
         return np.concatenate([first + np.arange(n) for first, n in zip(firsts, self.layers, strict=True)])
 
     @property
     def by_stage(self) -> list[Fraction]:
-        """How many layers each stage runs in a chunk, in the mean."""
+        """Return the mean number of layers of each stage in a chunk."""
         return [Fraction(sum(self.layers[stage :: self.stages]), self.chunks) for stage in range(self.stages)]
 
 
 def to_stages(x: Array, axis: int | None, counts: Counts, mesh_axis: str) -> Array:
-    """Move layers that rest split over stages along `axis`, another than that of the layers, to `[chunk, layer]` of the stages
-    that run them, all as long as the longest: by one all-to-all. None: each stage has all of them."""
+    """Move layers split over stages along `axis`, another axis than theirs, to `[chunk, layer]` of their stages,
+    padded to the longest: by one all-to-all. With None each stage has all layers."""
     rows = counts.rows
     if axis is None:
         return x[jnp.array(rows)[lax.axis_index(mesh_axis)]]

@@ -1,6 +1,9 @@
-"""Which gradients stay unreduced. Where an array is equal on all devices of a mesh axis, and each uses only its part of it, a
-gather would give every device the whole gradient. If the array varies from where it is made, each goes on backward with the
-gradient of its part, and instead what the array is made of is summed: parameters, or one array once for all its uses."""
+"""Unreduced gradients.
+
+Take an array equal on all devices of a mesh axis, of which each device uses its part. A gather in the backward pass
+would give every device the whole gradient. If the array varies from its source on, each device carries the gradient
+of its part, and only the sources are summed: parameters, or one array once for all its uses.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class Ran:
 
 
 def unreduced(steps: Sequence[Ran], inputs: Sequence[Value], ends: Sequence[Value], sizes: Mapping[str, int]) -> Marks:
-    """Return what has to vary over which mesh axes, of a program that ran by `steps` on rows, the `inputs`, and left `ends`."""
+    """Return the variables to mark as varying, with their mesh axes, for a program with `steps`, `inputs` and `ends`."""
     marks: dict[Path, dict[int, Names]] = collections.defaultdict(lambda: collections.defaultdict(frozenset))
     for name, ways in sizes.items():
         if ways >= 2:
@@ -43,7 +46,7 @@ def unreduced(steps: Sequence[Ran], inputs: Sequence[Value], ends: Sequence[Valu
 
 
 class _Over:
-    """One mesh axis."""
+    """The analysis for a mesh axis."""
 
     def __init__(
         self, name: str, steps: Sequence[Ran], inputs: Sequence[Value], ends: Sequence[Value], sizes: Mapping[str, int]
@@ -73,7 +76,7 @@ class _Over:
         ]
 
     def _used_in_parts(self, inputs: Sequence[Value], ends: Collection[int]) -> set[int]:
-        """What is equal on all devices of the mesh axis, and only makes what is split over it."""
+        """Return the variables equal on all devices of the mesh axis, with readers split over it only."""
         found: set[int] = set()
         uses: dict[int, list[Ran]] = collections.defaultdict(list)
 
@@ -96,11 +99,11 @@ class _Over:
         return found
 
     def _is_sum(self, step: Ran) -> bool:
-        """Whether what it makes is equal everywhere, whatever goes into it."""
+        """Return whether an equation's result is equal everywhere, for any operands."""
         return not step.is_open or any(self._splits(each) for each in step.operands)
 
     def _back(self, parts: Sequence[Value]) -> set[int]:
-        """These and what they are made of, as long as that is used in parts only."""
+        """Return these variables and their sources, as long as these are used in parts only."""
         found, left = {*map(id, parts)}, list(parts)
         while left:
             part = left.pop()
@@ -112,7 +115,7 @@ class _Over:
         return found
 
     def _marked(self, start: set[int]) -> tuple[float, list[tuple[Path, int]]]:
-        """How much less is on the wire if these vary, in elements that are gathered once, and what is to be marked."""
+        """Return the saved wire, in elements gathered once, if these variables vary, and the variables to mark."""
         vary, sums = {id(part) for part in self.inputs if id(part) in start}, dict[int, float]()
         sums.update((id(part), self._sum(part)) for part in self.inputs if id(part) in vary)
         for step in self.steps:
@@ -135,7 +138,8 @@ class _Over:
                        if id(part) in vary and not part.is_put_off]  # fmt: skip
 
     def _sum(self, part: Value, of: Value | None = None) -> float:
-        """What a sum over the mesh axis costs: of rows two gathers, of a parameter what it adds to the sum over rows."""
+        """Return the cost of a sum over the mesh axis: two gathers for rows, the increase of the sum over rows for a
+        parameter."""
         is_rows = id(part) in self.rows
         if part.is_put_off and part.signal is None and not is_rows:
             return 0  # made of numbers

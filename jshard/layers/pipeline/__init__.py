@@ -1,1 +1,1 @@
-"""Runs programs whose layers are on the stages of a pipeline, by a table of what each stage does in each tick."""
+"""Run programs with layers on the stages of a pipeline, by a table of each stage's work in each tick."""

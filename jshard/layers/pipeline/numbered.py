@@ -1,4 +1,4 @@
-"""Layers whose signals number their stage: a program cut where its values go from one stage to another, run by a table."""
+"""Layers with a numbered stage: a program cut where values go from one stage to another, run by a table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jshard.programs.provenance import scope
 
 
 class PipelinedPieces(Scheduled):
-    """A program whose signals number the stage of each layer: it goes through them in order, each stage once."""
+    """A program with numbered stages: it goes through them in order, once each."""
 
     def __init__(self, program: Program, parameters: Sequence[int], variables: Sequence[int], batch: Sequence[int]):
         super().__init__(program, parameters, variables, batch)
@@ -77,7 +77,7 @@ class PipelinedPieces(Scheduled):
         return Layout(self.program.mesh, *self.program.found[v]).shard_shape(v.aval.shape)
 
     def _packed(self, between: int, xs: Sequence[Array]) -> dict[Group, Array]:
-        """What one stage sends to the next, as one row of each group of arrays: all stages send as much."""
+        """Pack a stage's values for the next stage, as a row for each group of arrays: all stages send equally much."""
         rows: dict[Group, list[Array]] = {group: [] for group in self.longest}
         for (_, group, _), x in zip(self.crossing[between], xs, strict=True):
             rows[group].append(x.reshape(-1))

@@ -74,21 +74,21 @@ class Chunk:
         self.stores = self._halves({*range(self.outputs), *numbers.values()}), numbers
 
     def forward(self, args: Tree, kept: Sequence[Place]) -> tuple[Tree, list[Array]]:
-        """The output, and the buffers of what is kept."""
+        """Return the output, and the buffers of residuals."""
         halves, numbers = self.stores
         outs, _ = halves.first(jax.tree.leaves(args), results={numbers[n]: place for n, place in enumerate(kept)})
         return self._output(outs), [outs[numbers[n]] for n in range(len(kept))]
 
     def again(self, half: int, args: Tree) -> tuple[Tree, Kept]:
-        """The output, and what one half of the backward reads of what is kept."""
+        """Return the output, and the residuals read by a half of the backward."""
         numbers, outs = self._numbers(self.reads[half]), () if half else range(self.outputs)
         made = self._made([*outs, *numbers.values()], jax.tree.leaves(args))
         kept = [made[numbers[n]] if n in numbers else None for n in range(len(self.kept))]
         return self._output(made) if outs else None, kept
 
     def backward(self, half: int, args: Tree, kept: Kept, by_y: Tree, left: Any = None) -> tuple[Tree, Any]:
-        """The gradients, those of the other half None, and what is left for the second half, in its places, or the buffers of
-        that; `args` are those before x."""
+        """Return the gradients, None for the other half's, and the values left for the second half, in their places
+        or as buffers. `args` are the arguments before x."""
         numbers = [n for n in self.reads[half] if self._place(n) is None]
         with scope(again="remat"):
             again = self._made([self.outputs + n for n in numbers], [*jax.tree.leaves(args), *[None] * len(self.of_x)])
@@ -107,7 +107,7 @@ class Chunk:
         return jax.tree.unflatten(jax.tree.structure(self.y), [outs[n] for n in range(self.outputs)])
 
     def _numbers(self, residuals: Iterable[int]) -> dict[int, int]:
-        """By their place, which results of the forward program some residuals are."""
+        """Return, by their place, the results of the forward program equal to some residuals."""
         return {place: self.outputs + n for n in residuals if (place := self._place(n)) is not None}
 
     def _residual(self, number: int) -> Any:

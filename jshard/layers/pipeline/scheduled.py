@@ -1,4 +1,4 @@
-"""What a program whose layers are on stages needs, however it is cut: its table, and the variables of its model."""
+"""The table and the model variables of a program on stages, for every way to cut it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jshard.signals.config import Pipeline
 
 
 class Scheduled(Microbatches):
-    """`run(xs)` of the inputs of a program, as that of `Microbatches`, which it equals, by the table of `jshard.pipeline`."""
+    """A pipelined program: `run(xs)` equals that of `Microbatches`, by the table of `jshard.pipeline`."""
 
     of_data: Sequence[int] = ()  # the variables, by their place among them, that a call makes of its data
 
@@ -40,7 +40,7 @@ class Scheduled(Microbatches):
 
     @functools.cached_property
     def states(self) -> Piece:
-        """What a call changes of the model's variables, without its data."""
+        """Return the changes of a call to the model's variables, without its data."""
         kept = [False] + [number not in self.of_data for number in range(len(self.variables))]
         states = pruned(self.program.jaxpr, kept)
         if not {*self.parameters, *self.batch}.isdisjoint(states.inputs):
@@ -70,7 +70,7 @@ class Scheduled(Microbatches):
 
 
 def table_of(asked: Pipeline) -> Table:
-    """Make, or read, the table of a pipeline; on one device that stands for a mesh, that of the mesh."""
+    """Make or read the table of a pipeline; a device standing for a mesh takes the mesh's table."""
     stages = mesh_to_choose_for().shape[asked.axis]
     if asked.schedule in KINDS:
         return generate(asked.schedule, stages, asked.microbatches, asked.chunks)

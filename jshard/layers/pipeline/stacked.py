@@ -1,4 +1,4 @@
-"""A loop over layers, which each stage has some of, run by the table of `jshard.pipeline`."""
+"""A loop over layers spread over stages, run by the table of `jshard.pipeline`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from jshard.signals.signal import Signal
 
 
 class Pipelined(Scheduled):
-    """A program with one loop over layers, which each stage has some of.
+    """A program with a loop over layers, spread over stages.
 
-    What comes before the loop runs on the first stage, what comes behind it on the last. Parameters outside of the loop are on
-    all stages, and their gradients are summed over stages, once. Other operands of the loop are made by each stage.
+    The part before the loop runs on the first stage, the part after it on the last. Parameters outside the loop are
+    on all stages, and their gradients are summed over stages, once. Each stage makes the loop's other operands.
     """
 
     def __init__(self, program: Program, parameters: Sequence[int], variables: Sequence[int], batch: Sequence[int]):
@@ -75,7 +75,7 @@ class Pipelined(Scheduled):
 
     @property
     def costs(self) -> Costs:
-        """What one microbatch costs all devices, and what a layer weighs."""
+        """Return the cost of a microbatch for all devices, and the weight of a layer."""
         cut, types = self.cut, self.program.types
         first, layer, last = (
             arithmetic_of(each).total for each in (cut.first.jaxpr, cut.loop.params["jaxpr"], cut.last.jaxpr)
@@ -93,8 +93,8 @@ class Pipelined(Scheduled):
                 )
 
     def _made_of_data(self) -> list[int]:
-        """The variables that a call makes of its data, and of nothing that it left before: those of the last microbatch stay,
-        as without a pipeline."""
+        """Return the variables made from the data alone, without their old values: the last microbatch's stay, as
+        without a pipeline."""
         jaxpr, data = self.program.jaxpr, {*self.parameters, *self.batch}
         every = range(len(jaxpr.outvars))
         needs = [pruned(jaxpr, [n == out for n in every]).inputs for out in every[1:]]
@@ -128,7 +128,7 @@ class Pipelined(Scheduled):
 
     @property
     def _signals(self) -> list[Signal]:
-        """Those of the parameters that are on stages."""
+        """Return the signals of parameters on stages."""
         claims = (self.program.inputs[n].claim for n in self.cut.staged)
         return [claim.signal for claim in claims if claim is not None]
 
@@ -148,7 +148,7 @@ class Pipelined(Scheduled):
         return from_stages(gradient, self._axis_of_stages(number), self.counts, self.stage.mesh_axis)
 
     def _axis_of_stages(self, number: int) -> int | None:
-        """The axis along which a parameter rests split over stages; None where it is whole on each."""
+        """Return the axis of a parameter split over stages at rest; None if it is whole on each."""
         claim, axes, stage = self.program.inputs[number].claim, self.program.in_axes[number], self.stage
         assert claim is not None
         axis = next((axis for axis, names in enumerate(axes) if stage.mesh_axis in names), None)
@@ -161,7 +161,8 @@ class Pipelined(Scheduled):
         return axis
 
     def _stored(self, number: int, x: Array) -> tuple[Array, Any]:
-        """Gather over stages what rests split over them, once: a stage by itself can't. And what scatters its gradient."""
+        """Gather parameters split over stages at rest, once: a stage alone cannot. Return them and the scatter of
+        their gradients."""
         claim, axis = self.program.inputs[number].claim, self._axis_of_stages(number)
         assert claim is not None and axis is not None
         with scope(claim=claim.signal.name):
@@ -169,7 +170,7 @@ class Pipelined(Scheduled):
 
 
 class OneStage:
-    """What one stage runs: what goes into the first layer, its own layers, and what comes behind the last."""
+    """The program of a stage: the input of the first layer, its own layers, and the part after the last."""
 
     def __init__(self, pipeline: Pipelined, others: dict[int, Array]):
         self.program, self.cut, self.counts, self.layers = (
@@ -184,13 +185,13 @@ class OneStage:
         self.lie = {v: lies[v] for v in (*self.cut.carried, *self.cut.left)}
 
     def first(self, edges: Tree, given: Tree) -> list[Array]:
-        """What goes into the first layer, and room for what all of them leave behind."""
+        """Return the input of the first layer, and room for the values left by all layers."""
         parts, mesh = self._made(self.cut.first, edges, given), self.program.mesh
         room = [jnp.zeros(Layout(mesh, *self.lie[v]).shard_shape(v.aval.shape), v.aval.dtype) for v in self.cut.left]
         return [self._place(part, self.lie[v]) for v, part in zip(self.cut.carried, parts, strict=True)] + room
 
     def chunk(self, own: Tree, edges: Tree, x: Any, given: Tree, number: Array) -> list[Array]:
-        """Run the layers of a chunk, and put what they leave behind into its room."""
+        """Run the layers of a chunk, and write the values they leave into their room."""
         cut, counts, some_layers = self.cut, self.counts, None
         made = self._made(cut.each, edges, given)
         some, rest = made[: cut.consts], iter(made[cut.consts :])
@@ -209,7 +210,7 @@ class OneStage:
         return after
 
     def last(self, edges: Tree, x: Any, given: Tree) -> tuple[Array, list[Array]]:
-        """The loss, and the variables that a call makes of its data."""
+        """Return the loss, and the variables made from the data."""
         value, *left = self._made(self.cut.last, edges, given, self._between(x))
         kept = [self._place(p, self.program.in_axes[n]) for n, p in zip(self.of_data, left, strict=True)]
         return self._place(value, whole(len(value.shape))), kept
@@ -226,24 +227,24 @@ class OneStage:
         return [Part(tuple(v.aval.shape), axes, x) for (v, axes), x in zip(self.lie.items(), xs, strict=True)]
 
     def _layers_of(self, number: int, x: Array) -> Part:
-        """The layers of one chunk, as a parameter whose layers are all here."""
+        """Return the layers of a chunk, as a parameter with all layers here."""
         part = self.program.part_of_stage(number, x)
         axes, rest = ((), *part.axes[1:]), None if part.rest is None else ((), *part.rest[1:])
         return Part((self.layers, *part.shape[1:]), axes, x, rest=None if rest == axes else rest, signal=part.signal)
 
     def _some(self, part: Part, number: Array) -> Part:
-        """Of what each layer has its own of, that of the layers of one chunk."""
+        """Slice a per-layer operand to a chunk."""
         axes = ((), *part.axes[1:])
         return Part((self.layers, *part.shape[1:]), axes, self._read(self._place(part, axes), number))
 
     def _read(self, x: Array, number: Array) -> Array:
-        """The layers of a chunk, and of a shorter one any more."""
+        """Return a chunk's layers, padded to the longest chunk."""
         if self.counts.are_equal:
             return lax.dynamic_slice_in_dim(x, number * self.layers, self.layers)
         return x[jnp.minimum(jnp.array(self.counts.starts)[number] + jnp.arange(self.layers), len(x) - 1)]
 
     def _written(self, room: Array, x: Array, number: Array) -> Array:
-        """Room for what all layers leave, with that of one chunk; what a shorter one has too many of, later ones write over."""
+        """Write a chunk's values into the room for all layers; later chunks overwrite the padding of a short chunk."""
         if self.counts.are_equal:
             return lax.dynamic_update_slice_in_dim(room, x, number * self.layers, 0)
         return room.at[jnp.array(self.counts.starts)[number] + jnp.arange(self.layers)].set(x, mode="drop")

@@ -21,8 +21,9 @@ from jshard.schedules.steps import NONE, steps
 
 
 class Slot(NamedTuple):
-    """The table whose ticks a loop runs. `layers` is how many layers each stage has, where that was asked for; `kept` how many
-    bytes of a microbatch a device keeps for the backward of a chunk beside its input, `left` how many B leaves for W."""
+    """The table of a loop over ticks. `layers` is the number of layers of each stage, if asked for. `kept` is the
+    bytes of a microbatch that a device keeps for the backward of a chunk, besides its input; `left` the bytes that B
+    leaves for W."""
 
     table: Table
     mesh_axis: str
@@ -39,7 +40,7 @@ mlir.register_lowering(slot_p, lambda _, *xs, slot: xs)
 
 
 class Buffers(NamedTuple):
-    """What a stage holds from one slot to another, each with an axis of places."""
+    """The values a stage holds between slots, each with an axis of places."""
 
     inputs: Tree
     gradients: Tree  # of outputs
@@ -49,12 +50,13 @@ class Buffers(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A model in three parts, each a function of this device's arrays, which vary over the mesh axis of stages.
+    """A model in three parts, each a function of this device's arrays, varying over the mesh axis of stages.
 
-    `edges` are what all stages have, and `given` is one microbatch: `first(edges, given)` is what goes into the first chunk of
-    layers, `chunk(own, edges, x, given, number)` runs one, the number of which says how many are before it, and returns arrays
-    like x; `last(edges, x, given)` is the loss, or a vector of it and of numbers without a gradient, summed over devices where
-    its rows are split, and what is left behind by the microbatch. Where `shares` is false a chunk has no gradient by `edges`.
+    `edges` are on all stages, and `given` is one microbatch. `first(edges, given)` is the input of the first chunk.
+    `chunk(own, edges, x, given, number)` runs a chunk and returns arrays like x; the number counts the chunks before
+    it. `last(edges, x, given)` returns the loss, or a vector of the loss and numbers without a gradient, summed over
+    devices where its rows are split, and the values left by the microbatch. If `shares` is false a chunk has no
+    gradient by `edges`.
     """
 
     first: Callable[[Tree, Tree], Tree]
@@ -68,13 +70,14 @@ class Model(NamedTuple):
 def run_table(
     table: Table, model: Model, parameters: Tree, edges: Tree, inputs: Tree, *, mesh_axis: str, **by: str
 ) -> tuple[Array, Tree, Tree, Tree]:
-    """Return the mean loss of all microbatches, its gradients by `parameters` and by `edges`, and what the last microbatch
-    leaves behind, inside a shard_map.
+    """Return the mean loss of all microbatches, its gradients by `parameters` and `edges`, and the last microbatch's
+    values left.
 
-    A leaf of `parameters` has the chunks of this stage along its first axis; `edges` are on all stages, and so are `inputs`,
-    which have the microbatches along theirs. A stage keeps what its chunks' backwards need, of as many microbatches as the
-    table says; or the inputs of its chunks, and computes a chunk again for its backward. `by` says who asks for what is sent.
-    Gradients of what does not vary over `mesh_axis` are summed over it, once.
+    Call it inside a shard_map. A leaf of `parameters` has the chunks of this stage along its first axis. `edges` are
+    on all stages, as are `inputs`, with the microbatches along their first axis. A stage keeps the residuals of its
+    chunks for as many microbatches as the table says, or the inputs of its chunks, and computes a chunk again for its
+    backward. `by` is the cause of sends. Gradients of values that do not vary over `mesh_axis` are summed over it,
+    once.
     """
     chunks = table.virtual_stages // table.stages
     assert lax.axis_size(mesh_axis) == table.stages, (mesh_axis, table)
@@ -92,15 +95,15 @@ def run_table(
 
 
 class _Ticks:
-    """The ticks of one stage. In each it has what its column of the table says, with two permutes in every tick:
+    """The ticks of a stage: its column of the table, with two permutes in every tick.
 
         tick t    sends back: B of t - 1  |  slot F  |  sends on: F of t  |  slot B  |  slot W
                   ------------------------------------------------------------------------------
         stage 0   <----- gradient of y ---   x -> y    ------- y ----->     (x, y') -> x'    own'
         stage 1   <----- gradient of y ---   x -> y    ------- y ----->     (x, y') -> x'    own'
 
-    What goes on to the next stage goes beside slot B, which does not need it, and B's beside the next tick's F. The batch goes
-    in on the first stage, in its slots F; the loss and its gradient are made on the last, in its slots B.
+    The send of slot F runs beside slot B, which does not need it; the send of slot B beside the next tick's F. The
+    first stage reads the batch in its slots F; the last stage computes the loss and its gradient in its slots B.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class _Ticks:
         self.bytes = [sum(x.nbytes for x in jax.tree.leaves(zeros)) for zeros in stored]
 
     def run(self) -> tuple[Tree, Tree, Tree]:
-        """Return the sum of losses with what the last microbatch leaves behind, and the sums of gradients."""
+        """Return the sum of losses with the last microbatch's values left, and the sums of gradients."""
         plan, program, x = steps(self.table, recomputes=self.model.recomputes), self.program, self.x
         total, behind = zeros_like_result(self.model.last, self.edges, x, _at(self.inputs, 0))
         staged = frozenset({self.mesh_axis})
@@ -219,7 +222,7 @@ class _Ticks:
     # -- what slots have in common --
 
     def _called(self, now: dict[str, Array], slot: str) -> tuple[Tree, Tree, Tree, Array]:
-        """Return what a slot works on, but for the input: parameters, edges, microbatch, number of the chunk."""
+        """Return a slot's operands, except its input: parameters, edges, microbatch, number of the chunk."""
         number = now[f"{slot}_chunk"] * self.table.stages + self.stage
         own, given = _at(self.parameters, now[f"{slot}_chunk"]), _at(self.inputs, now[f"{slot}_microbatch"])
         return own, self.edges, given, number
@@ -237,7 +240,7 @@ class _Ticks:
         return self._only(place == NONE, 0, lambda: self._first(self.edges, given), lambda: there)
 
     def _kept(self, now: dict[str, Array], slot: str, args: tuple[Tree, ...], held: Buffers) -> tuple[Tree, Kept]:
-        """The output of a chunk, and what is kept of it for this slot, or made again."""
+        """Return the output of a chunk, and its residuals for this slot, kept or computed again."""
         if self.model.recomputes:
             x = self._input(now, slot, args[2], held)
             with scope(again="remat"):
@@ -254,8 +257,8 @@ class _Ticks:
             return lax.ppermute(x, self.mesh_axis, pairs)
 
     def _only(self, is_here: Array, due: str | int, here: Callable[[], Tree], elsewhere: Callable[[], Tree]) -> Tree:
-        """Run `here` in the ticks and on the stages in which it is due: in a slot, or, for the batch or the loss, on the stage
-        of this number."""
+        """Run `here` in its ticks and on its stages only: in a slot, or, for the batch or the loss, on the stage of
+        this number."""
         if isinstance(due, str):
             times = str(self.chunks * self.table.microbatches)
             turns = len({t for key, t in self.table.when.items() if key.slot == due})
@@ -282,12 +285,12 @@ def _buffer(places: int, zeros: Tree) -> Tree:
 
 
 def _at(tree: Tree, number: Array | int) -> Tree:
-    """One of those along the first axis; the last one where it is NONE, which nothing then uses."""
+    """Return the entry at an index of the first axis; for NONE the last, unused by any slot."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), tree)
 
 
 def _put(buffer: Tree, place: Array, x: Tree) -> Tree:
-    """Put it there; where that is NONE, last."""
+    """Write at an index of the first axis; for NONE at the last."""
     return jax.tree.map(lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, place, 0), buffer, x)
 
 
@@ -304,7 +307,7 @@ def _zeros(tree: Tree) -> Tree:
 
 
 def _types_between(model: Model, own: Tree, edges: Tree, given: Tree, stage: Array) -> Tree:
-    """What goes from stage to stage, as zeros of its shapes that vary over the mesh axes that it varies over."""
+    """Return zeros of the shapes sent between stages, varying over the same mesh axes."""
     x = zeros_like_result(model.first, edges, given)
     y = zeros_like_result(model.chunk, own, edges, x, given, stage)
     assert jax.tree.map(_type, x) == jax.tree.map(_type, y), (x, y)
