@@ -1,4 +1,4 @@
-"""What a configuration names by import path or by name, found, and called with the arguments beside it."""
+"""Import and call of functions and classes named by import path in a configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jshard.training.settings import Settings
 
 @dataclasses.dataclass(frozen=True)
 class Component:
-    """What `jshard.train.KEY` names: `examples.digits:Model`, or a mapping of that `path` and arguments."""
+    """The class or function under `jshard.train.KEY`: `examples.digits:Model`, or a mapping of a `path` and arguments."""
 
     key: str
     place: Location
@@ -30,27 +30,27 @@ class Component:
 
     @classmethod
     def of(cls, settings: Settings, key: str) -> Component:
-        """Import what is named under `key`."""
+        """Import the class or function named under `key`."""
         settings.require(key)
         arguments = settings.table(key)
         return cls.at(settings, key, arguments.pop("path"), arguments)
 
     @classmethod
     def at(cls, settings: Settings, key: str, path: str, arguments: Mapping[str, Any]) -> Component:
-        """Import `path`, which is named under `key`."""
+        """Import the class or function at `path`, named under `key`."""
         function = function_at(f'{settings.label(key)} is "{path}", but', path, settings.configuration.trust)
         return cls(key, settings.place(key), path, function, arguments)
 
     @property
     def name(self) -> str:
-        """The last word of its path."""
+        """The last word of the path."""
         return self.path.rpartition(":")[2]
 
     def __str__(self) -> str:
         return f'jshard.train.{self.key} ({self.place}) is "{self.path}"'
 
     def __call__(self, *ours: object, **named: object) -> Any:
-        """Call it with its own arguments and with ours; an argument that it does not take is told before it is called."""
+        """Call the function with the configured arguments and with jshard's, after a check of their names."""
         check_arguments(str(self), self.function, self.arguments, positional=len(ours), ours=named)
         try:
             return self.function(*ours, **named, **self.arguments)
@@ -59,7 +59,7 @@ class Component:
 
 
 def function_at(label: str, path: str, trust: Trust = EVERYTHING) -> Callable[..., Any]:
-    """Import `module:function`, if it may run; `label` opens the sentence when it leads nowhere."""
+    """Import `module:function` if `trust` allows it; `label` opens the error message."""
     value = value_at(label, path, trust)
     if not callable(value):
         raise JShardError(f"{label} that is {kind_of(value)}", hint="name a class or a function")
@@ -67,20 +67,20 @@ def function_at(label: str, path: str, trust: Trust = EVERYTHING) -> Callable[..
 
 
 def value_at(label: str, path: str, trust: Trust = EVERYTHING) -> Any:
-    """Import `module:name`, if the module and the one that defines what is so named may run."""
+    """Import `module:name` if `trust` allows this module and the value's own module."""
     module_name, _, name = path.partition(":")
     module = _module(label, module_name, trust)
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
-            close = nearest(part, [each for each in dir(value) if not each.startswith("_")])
+            close = nearest(part, [name for name in dir(value) if not name.startswith("_")])
             hint = f'did you mean "{module_name}:{close}"?' if close else f"define {part} in {module.__file__}"
             raise JShardError(f'{label} {module_name} has no "{part}"', hint=hint)
         value = getattr(value, part)
-    made = value
-    while isinstance(made, functools.partial):
-        made = made.func
-    owner = str(getattr(made, "__module__", None) or "builtins")
+    function = value
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = str(getattr(function, "__module__", None) or "builtins")
     try:
         trust.check(f"{label} it comes from another module:", owner)
     except ModuleNotFoundError as error:
@@ -89,7 +89,7 @@ def value_at(label: str, path: str, trust: Trust = EVERYTHING) -> Any:
 
 
 def _module(label: str, name: str, trust: Trust) -> Any:
-    """Import a module from this folder or as Python does, if it may run."""
+    """Import a module from the current folder or from `sys.path`, if `trust` allows it."""
     try:
         with as_user_error(f"{name} is imported"):
             trust.check(label, name)
@@ -117,12 +117,13 @@ INSTALL = {"sklearn": 'pip install "jshard[digits]"'}
 def check_arguments(
     label: str, function: Callable[..., Any], given: Mapping[str, Any], *, positional: int = 0, ours: Mapping[str, Any]
 ) -> None:
-    """Raise an error for an argument in `given` that is not there or is missing, with the nearest that is. `ours` is what
-    jshard gives by name, after `positional` arguments without one."""
+    """Raise an error for an unknown or a missing argument in `given`, with the nearest parameter as
+    a hint. jshard itself passes `positional` arguments without a name, then the keyword arguments
+    `ours`."""
     every = list(parameters_of(function).values())
-    takes = [each for each in every if each.kind <= each.POSITIONAL_OR_KEYWORD]
-    if len(takes) < positional and not any(each.kind is each.VAR_POSITIONAL for each in every):
-        names = ", ".join(each.name for each in takes) or "nothing"
+    takes = [parameter for parameter in every if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD]
+    if len(takes) < positional and not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in every):
+        names = ", ".join(parameter.name for parameter in takes) or "nothing"
         raise JShardError(
             f"{label}, which takes {names}, and is called with {positional} arguments",
             hint="write loss(outputs, targets)",
@@ -148,6 +149,6 @@ def check_arguments(
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """List the parameters that a caller gives. A class is asked for its `__init__`: Flax's metaclass takes anything."""
+    """List the parameters of a function, or of a class's `__init__`: Flax's metaclass accepts any argument."""
     parameters = inspect.signature(function.__init__ if inspect.isclass(function) else function).parameters
     return dict(list(parameters.items())[1:] if inspect.isclass(function) else parameters)

@@ -1,4 +1,4 @@
-"""`jshard.diff(a, b)`: two configurations, or one at two commits, each explained in a process and a folder of its own."""
+"""`jshard.diff(a, b)`: compare two configurations, or two commits; a separate process and folder explains each."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ from jshard.signals.config import load_configuration
 from jshard.signals.schema import IMPORT_PATH
 
 PACKAGE = str(Path(__file__).parents[2])
-
-
 EXPLAIN = ["explain"]
-NONE = "none"  # a topology: nothing is compiled, whatever the configurations say
+NONE = "none"  # a topology: compile nothing, even where the configurations name a topology
 PathOrText = str | os.PathLike[str]
 
 
@@ -37,24 +35,27 @@ def diff(
     topology: str | None = None, configs: Sequence[str] = (), args: Sequence[str] = (),
     trust: bool = True,
 ) -> Difference:  # fmt: skip
-    """What lies between two training steps: collectives, wire bytes and memory, by the YAML lines of both.
+    """Compare the collectives, wire bytes and memory of two training steps, by the YAML lines of both.
 
-    `old` and `new` are configurations with an experiment in them: paths, `git:REVISION:path` (the models of that revision
-    are used too), or what `jshard.explain` or `jshard.plan` returned; or `module:function` and `git:REVISION:module:function`,
-    with `args` such as `float32[64,784]` and the configurations of both in `configs`. `overrides` change the new one, as
-    on the command line.
+    Each of `old` and `new` is one of three kinds:
 
-    With a `topology`, or where the configurations say one, both are compiled for it as `jshard.plan` does, and what runs is
-    compared; "none" compiles nothing. Without, what is asked for is compared, and where both move and hold the same, their
-    compiled texts for pretend devices decide whether it is the same program; of two ledgers they are not at hand. Without
-    `trust` a configuration runs only code of its own folder, jshard, flax and optax.
+    - A configuration with an experiment: a path, or `git:REVISION:path`, which also uses the models of that revision.
+    - A `Ledger` or `Plan`, returned by `jshard.explain` or `jshard.plan`.
+    - `module:function` or `git:REVISION:module:function`, with `args` such as `float32[64,784]`, and the configuration of
+      each side in `configs`.
+
+    `overrides` change the new configuration, as on the command line. With a `topology`, given here or in the
+    configurations, both sides are compiled for it as by `jshard.plan`, and the compiled programs are compared; "none"
+    compiles nothing. Without a topology the requested collectives are compared. If they and the memory are equal, the
+    texts compiled for pretend devices decide whether the programs are equal; for two ledgers this is not possible.
+    Without `trust` a configuration runs only code of its own folder, jshard, flax and optax.
     """
     kinds = [_kind(old), _kind(new)]
     if isinstance(old, Ledger | Plan) and isinstance(new, Ledger | Plan) and kinds[0] == kinds[1] and topology is None:
-        found = compare(Outcome.of(old.to_json(), "old"), Outcome.of(new.to_json(), "new"))
-        if found.is_open and isinstance(old, Plan) and isinstance(new, Plan):
-            return found.proven(old.text_of_program, new.text_of_program)
-        return found
+        difference = compare(Outcome.of(old.to_json(), "old"), Outcome.of(new.to_json(), "new"))
+        if difference.is_open and isinstance(old, Plan) and isinstance(new, Plan):
+            return difference.proven(old.text_of_program, new.text_of_program)
+        return difference
     if kinds != ["a path", "a path"]:
         if kinds[0] == kinds[1]:
             raise JShardError(
@@ -70,8 +71,10 @@ def diff(
     ):
         sides = before, after
         commands = _commands(sides, topology)
-        found = compare(*_outcomes(sides, [[*words, "--json"] for words in commands]))
-        return found.proven(*_output(sides, [[*words, "--program"] for words in commands])) if found.is_open else found
+        difference = compare(*_outcomes(sides, [[*words, "--json"] for words in commands]))
+        if difference.is_open:
+            return difference.proven(*_output(sides, [[*words, "--program"] for words in commands]))
+        return difference
 
 
 def _kind(side: object) -> str:
@@ -79,8 +82,8 @@ def _kind(side: object) -> str:
 
 
 def _commands(sides: tuple[_Side, _Side], topology: str | None) -> list[list[str]]:
-    """Return what each side is asked for: to plan for the topology that is said, else for the one that each configuration
-    says, or the one that does; to explain where there is none."""
+    """Return a command for each side: plan for the given topology or for its configuration's, else
+    explain. If only one configuration names a topology, it holds for both sides."""
     old, new = (side.topology() for side in sides) if topology is None else (topology, topology)
     names = [name for name in (old or new, new or old) if name is not None and name != NONE]
     for name in names:
@@ -90,7 +93,7 @@ def _commands(sides: tuple[_Side, _Side], topology: str | None) -> list[list[str
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """What is typed behind a command in a folder of its own."""
+    """The words typed after a command for a side, and the command's working folder."""
 
     label: str
     folder: str
@@ -100,7 +103,8 @@ class _Side:
     revision: str = ""
 
     def topology(self) -> str | None:
-        """What its configuration says; what is wrong with it, the process that reads it tells, by its own names."""
+        """Return the topology of the configuration, or None. It is None for a faulty configuration
+        too: the side's process reports the fault."""
         try:
             return load_configuration(os.path.join(self.folder, self.config), self.overrides).topology
         except JShardError:
@@ -128,7 +132,7 @@ def _side(label: str, overrides: Sequence[str], config: str, args: Sequence[str]
 
 @contextlib.contextmanager
 def _unpacked(revision: str, label: str) -> Iterator[str]:
-    """Unpack a revision for a while. Yield the folder that stands for the present one."""
+    """Unpack a revision into a temporary folder; yield its counterpart of the current folder."""
     with tempfile.TemporaryDirectory() as folder:
         top, prefix = (_git("rev-parse", f"--show-{each}").decode().strip() for each in ("toplevel", "prefix"))
         archive = _git("-C", top, "archive", "--format=tar", revision, label=label)
@@ -147,7 +151,7 @@ def _git(*words: str, label: str = "git") -> bytes:
 
 
 def _outcomes(sides: Sequence[_Side], commands: Sequence[list[str]]) -> Iterator[Outcome]:
-    """Read the JSON that a command of jshard prints of each side, with the revision in front of every place."""
+    """Parse the JSON output of a jshard command for each side, with the revision in front of every place."""
     for side, text in zip(sides, _output(sides, commands), strict=True):
 
         def named(fields: dict[str, Any], revision: str = side.revision) -> dict[str, Any]:
@@ -158,7 +162,7 @@ def _outcomes(sides: Sequence[_Side], commands: Sequence[list[str]]) -> Iterator
 
 
 def _output(sides: Sequence[_Side], commands: Sequence[list[str]]) -> list[str]:
-    """What a command of jshard prints of each side, both at once."""
+    """Run a jshard command for each side, both at once, and return the printed texts."""
     path = os.pathsep.join(filter(None, (PACKAGE, os.environ.get("PYTHONPATH", ""))))
     processes = [
         subprocess.Popen(
@@ -169,13 +173,13 @@ def _output(sides: Sequence[_Side], commands: Sequence[list[str]]) -> list[str]:
     ]  # fmt: skip
     ends = [process.communicate() for process in processes]
     for side, process, (out, err) in zip(sides, processes, ends, strict=True):
-        if process.returncode and not out:  # 1 behind a plan is an answer: it does not fit
+        if process.returncode and not out:  # a plan that does not fit in memory also exits with 1
             raise _fault(side, err)
     return [out for out, _ in ends]
 
 
 def _fault(side: _Side, err: str) -> JShardError:
-    """The sentences that the other process ended with."""
+    """Return the error of the other process, made from its last printed sentences."""
     lines = [line for line in err.splitlines() if line.strip() and "pretending" not in line]
     if "Traceback (most recent call last):" in lines or not lines:
         lines = [f"{lines[-1] if lines else 'it ended without a word'}; type: jshard explain {shlex.join(side.words)}"]

@@ -1,4 +1,4 @@
-"""`module:function` and its arguments, as the command line names them: what a command reads in place of an experiment."""
+"""`module:function` and its `--args` on the command line, in place of an experiment."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ EXAMPLE = "float32[64,784], float32[64,784]@data or train:model"
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """`float32[64,784]@data,None`: an array that is only described, and over which mesh axes its axes lie."""
+    """The description of an array argument: `float32[64,784]@data,None` has a dtype, sizes and the mesh axes of each axis."""
 
     word: str
     dtype: str
     shape: tuple[int, ...]
-    axes: tuple[tuple[str, ...], ...] | None  # None: it says nothing of where it lies
+    axes: tuple[tuple[str, ...], ...] | None  # None: no sharding is given
 
     @classmethod
     def of(cls, word: str) -> Shape:
@@ -64,7 +64,7 @@ class Shape:
         return cls(word, dtype, tuple(int(size) for size in sizes if size), axes)
 
     def made(self, configuration: Configuration, *, only_shapes: bool) -> Any:
-        """Make the argument; a random key is a real one where there are to be arrays."""
+        """Return the argument as a `ShapeDtypeStruct`; a random key is an array unless `only_shapes`."""
         if self.dtype == "key":
             if not only_shapes:
                 return jax.random.split(jax.random.key(0), self.shape) if self.shape else jax.random.key(0)
@@ -92,7 +92,7 @@ def _mesh_axes(word: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Maker:
-    """A model, optimizer, array or tree, or a function without arguments that returns one; a tuple is several arguments."""
+    """A model, optimizer, array or tree, or a function without arguments for it; a tuple is several arguments."""
 
     word: str
     function: Callable[[], Any]
@@ -119,7 +119,7 @@ class Maker:
 
 
 def _described(function: Callable[[], Any]) -> Any:
-    """Call a function for shapes in place of arrays; what is no array is handed through."""
+    """Call a function with shapes in place of arrays; return all other leaves unchanged."""
     kept: list[Any] = []
     trees: list[Any] = []
 
@@ -128,8 +128,8 @@ def _described(function: Callable[[], Any]) -> Any:
         trees[:], kept[:] = [tree], [None if _is_made(leaf) else leaf for leaf in leaves]
         return [leaf for leaf in leaves if _is_made(leaf)]
 
-    made = iter(abstract(arrays))
-    return jax.tree.unflatten(trees[0], [next(made) if leaf is None else leaf for leaf in kept])
+    shapes = iter(abstract(arrays))
+    return jax.tree.unflatten(trees[0], [next(shapes) if leaf is None else leaf for leaf in kept])
 
 
 def _is_node(leaf: object) -> bool:
@@ -142,7 +142,7 @@ def _is_made(leaf: object) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class FunctionCall:
-    """A function found, and what its arguments are to be made of; nothing is called yet."""
+    """A function and the makers of its arguments; nothing is called yet."""
 
     name: str
     f: Callable[..., Any]
@@ -150,14 +150,14 @@ class FunctionCall:
 
     @classmethod
     def of(cls, name: str, words: Sequence[str]) -> FunctionCall:
-        """Find a function: `name` is `module:function`, each word a shape or another `module:function`."""
+        """Import the function `name`, a `module:function`; each word is a shape or another `module:function`."""
         f = function_at(f'"{name}" names a function, but', name)
         if inspect.isclass(f):
             raise JShardError(f'"{name}" names a class', hint="name a function that calls it")
         return cls(name, f, tuple(Maker.of(word) if IMPORT_PATH.parse(word) else Shape.of(word) for word in words))
 
     def built(self, configuration: Configuration, _: object, *, only_shapes: bool) -> Function:
-        """Make its arguments, on the mesh of what is loaded."""
+        """Build the arguments, on the mesh of the loaded configuration."""
         args: list[Any] = []
         for argument in self.arguments:
             made = argument.made(configuration, only_shapes=only_shapes)
@@ -178,13 +178,13 @@ def _check_taken(name: str, f: Callable[..., Any], args: Sequence[Any]) -> None:
         gives = f"{len(args)} argument{'' if len(args) == 1 else 's'}"
         raise JShardError(
             f"{name} takes {takes}, and is given {gives}",
-            hint=f"write a word for each behind --args, such as {EXAMPLE}",
+            hint=f"write one word for each argument after --args, such as {EXAMPLE}",
         ) from None
 
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function and its arguments. With shapes alone for arguments, it can be explained and compiled."""
+    """A function and its arguments; with shapes for arguments it can be explained and compiled, not run."""
 
     name: str
     f: Callable[..., Any]
@@ -192,24 +192,24 @@ class Function:
     configuration: Configuration
 
     def explain(self) -> Ledger:
-        """List every collective of it and of its gradients; with an optimizer among the arguments, what is held too."""
+        """List every collective of the function and of its gradients; an optimizer argument adds its memory."""
         return explain(self.f, *self.args)
 
     @property
     def asked(self) -> Ledger:
-        """What it asks for: without what the compiler adds, for which it has to be compiled."""
+        """The requested collectives, without the compiler's: nothing is compiled."""
         traced = Traced(self.f, self.args, {})
         return ledger_of(traced, traced.nodes)
 
     def lowered(self) -> Any:
-        """Lower it for the devices of the mesh."""
+        """Lower the function for the devices of the mesh."""
         program, args, kwargs = program_of(Traced(self.f, self.args, {}), None)
         return program.lower(*args, **kwargs)
 
     def plan(self, topology: Topology, *, limit: float = LIMIT) -> Plan:
-        """Compile it for devices that are not there."""
+        """Compile the function for a topology of absent devices."""
         return plan(self.f, *self.args, topology=topology.name, limit=limit)
 
     def verify(self, meshes: Sequence[Mapping[str, int]] = ()) -> Verification:
-        """Verify its value and gradients, sharded against unsharded; numbers are put where there are only shapes."""
+        """Verify value and gradients, sharded against unsharded; shapes are filled with numbers."""
         return verify(self.f, *self.args, meshes=meshes)

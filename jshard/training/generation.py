@@ -1,5 +1,4 @@
-"""Tokens from a model, one by one: a compiled program reads the prompts, and another makes each token from a cache of keys and
-values."""
+"""Token-by-token generation: a compiled program reads the prompts, another makes each token from a cache."""
 
 from __future__ import annotations
 
@@ -29,13 +28,14 @@ from jshard.training.components import Component
 from jshard.training.data.batches import Placement
 from jshard.training.settings import Settings
 
-ROOM = 64  # prompts and caches are as long as a multiple of it, so that few lengths are compiled
+ROOM = 64  # prompts and caches are padded to a multiple, so that few lengths are compiled
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen: the likeliest at temperature 0; else drawn, of the `top_k` likeliest, and of as few likeliest as
-    have `top_p` of the probability."""
+    """The rule that chooses a token: the likeliest at temperature 0, else a random draw. A draw is
+    limited to the `top_k` likeliest tokens, and to the fewest likeliest tokens with `top_p` of the
+    probability."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -55,8 +55,8 @@ class Sampling:
                 )
 
     def choose(self, logits: jax.Array, positions: jax.Array, key: jax.Array) -> jax.Array:
-        """Choose the token behind a position in each row of `logits[B, V]`. What a row draws depends on the key, its number and
-        the position, and on no other row."""
+        """Choose the token after a position in each row of `logits[B, V]`. A row's draw depends on
+        the key, the row's number and the position, not on other rows."""
         if self.temperature == 0:
             return jnp.argmax(logits, -1).astype(jnp.int32)
         logits = logits / self.temperature
@@ -69,7 +69,7 @@ class Sampling:
         return jnp.argmax(logits + jax.vmap(noise)(jnp.arange(len(logits)), positions), -1).astype(jnp.int32)
 
     def _least(self, logits: jax.Array) -> jax.Array:
-        """The logit of the least likely token of each row that may be drawn."""
+        """Return for each row the smallest logit allowed in a draw."""
         falling = -jnp.sort(-logits, -1)[:, : self.top_k]
         if self.top_p is None:
             return falling[:, -1:]
@@ -82,12 +82,12 @@ def generate(
     model: object, prompts: Sequence[Sequence[int]], *, tokens: int = 100, temperature: float = 0.0, top_k: int | None = None,
     top_p: float | None = None, stop: Sequence[int] = (), seed: int = 0,
 ) -> Iterator[list[int | None]]:  # fmt: skip
-    """Go on from prompts, given as tokens: yield the next token of each, up to `tokens` times; None behind one of `stop`.
+    """Continue prompts of tokens: yield the next token of each, up to `tokens` times; None after a token in `stop`.
 
         for next in jshard.generate(model, [tokenizer.encode("Once")], temperature=0.8, top_k=40): ...
 
-    `model` is a `jshard.Decoder`, or has its `init_cache`, `hidden` and `logits`. Parameters stay where they rest; keys and
-    values are split as the model splits what it writes there. What is drawn is the same on every mesh.
+    `model` is a `jshard.Decoder`, or has its `init_cache`, `hidden` and `logits`. Parameters keep their sharding; the cache
+    has the sharding of the keys and values that the model writes. The draws are equal on every mesh.
     """
     if missing := [name for name in ("init_cache", "hidden", "logits") if not hasattr(model, name)]:
         raise JShardError(
@@ -102,16 +102,16 @@ def generate(
         raise JShardError(f"tokens is {tokens}", hint="use 1 or more")
     writer = Writer(model, prompts, tokens, Sampling(temperature, top_k, top_p), seed)
     going = [True] * len(prompts)
-    for made in writer:
-        found = [int(token) if on else None for token, on in zip(made, going, strict=False)]
-        going = [on and token not in stop for on, token in zip(going, found, strict=True)]
-        yield found
+    for tokens_of_rows in writer:
+        shown = [int(token) if on else None for token, on in zip(tokens_of_rows, going, strict=False)]
+        going = [on and token not in stop for on, token in zip(going, shown, strict=True)]
+        yield shown
         if not any(going):
             return
 
 
 def trained_model(configuration: Configuration, on: Mesh | None, checkpoint: Checkpoint) -> nnx.Module:
-    """Build the model of a training run, with the parameters of a checkpoint; no data are read, and no optimizer is made."""
+    """Build the model of a training run with a checkpoint's parameters, without reading data or making an optimizer."""
     settings = Settings(configuration)
     named, ways = Component.of(settings, "model"), Placement(on, configuration.signals).ways
 
@@ -121,21 +121,22 @@ def trained_model(configuration: Configuration, on: Mesh | None, checkpoint: Che
     with as_user_error(f"{named.path} is built"):
         if on is not None and is_run_by_claims(configuration, built):
             tokens = jax.ShapeDtypeStruct((ways, ROOM), jnp.int32)
-            model = created(built, lambda: shard(built(), tokens), only=nnx.Not(nnx.Param))  # these are read
+            # The parameters are read from the checkpoint.
+            model = created(built, lambda: shard(built(), tokens), only=nnx.Not(nnx.Param))
         else:
             model = built()
     return load_weights(model, checkpoint.folder)
 
 
 class Writer:
-    """Prompts that a model goes on from, at most `tokens` times: iterate for the next token of each row."""
+    """An iterable of the next token of each prompt, up to `tokens` times."""
 
     def __init__(self, model: object, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling, seed: int):
         how = {"deterministic": True, "use_running_average": True, "dropless": True}
         self.graph, self.state = nnx.split(nnx.view(model, **how, raise_if_not_found=False))
         self.count, self.tokens, self.sampling, self.key = len(prompts), tokens, sampling, jax.random.key(seed)
         lengths = [*map(len, prompts)]
-        rows = -(-len(prompts) // _placement().ways) * _placement().ways  # what no prompt fills is thrown away
+        rows = -(-len(prompts) // _placement().ways) * _placement().ways  # rows without a prompt are thrown away
         self.prompts = np.zeros((rows, -(-max(lengths) // ROOM) * ROOM), np.int32)
         self.lengths = np.array([*lengths, *[1] * (rows - len(prompts))], np.int32)
         self.room = -(-(max(lengths) + tokens) // ROOM) * ROOM
@@ -144,7 +145,7 @@ class Writer:
             row[: len(prompt)] = prompt
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Raise an error for a token that the model does not know."""
+        """Raise an error for a token outside the model's vocabulary."""
         reads = functools.partial(_prefill, self.graph, self.room)
         vocabulary = jax.eval_shape(reads, self.state, self.prompts, self.lengths)[0].shape[-1]
         for number, prompt in enumerate(prompts):
@@ -161,7 +162,7 @@ class Writer:
         return _chosen(self.sampling, logits, self.lengths - 1, self.key), cache
 
     def decode(self, number: int, token: jax.Array, cache: object) -> tuple[jax.Array, Any]:
-        """Return the token behind number `number`, and the cache, in the place of the one given."""
+        """Return the token after number `number`, and the updated cache; the given cache is donated."""
         positions = self.lengths + np.int32(number)
         logits, cache = _decode(self.graph, self.room, self.state, cache, token, positions)
         return _chosen(self.sampling, logits, positions, self.key), cache
@@ -169,10 +170,10 @@ class Writer:
     def __iter__(self) -> Iterator[np.ndarray]:
         token, cache = self.prefill()
         for number in range(self.tokens):
-            made = token
-            if number + 1 < self.tokens:  # the devices go on while this one is read
-                token, cache = self.decode(number, made, cache)
-            yield np.asarray(made)[: self.count]
+            current = token
+            if number + 1 < self.tokens:  # the devices compute the next token while the host reads this one
+                token, cache = self.decode(number, current, cache)
+            yield np.asarray(current)[: self.count]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -193,7 +194,7 @@ def _decode(graph: Any, room: int, state: Sequence[Any], cache: Any, token: Any,
 
 @shard
 def _behind(model: Any, prompts: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Compute the logits behind the last token of each prompt."""
+    """Compute the logits after the last token of each prompt."""
     is_last = jnp.arange(prompts.shape[1]) == lengths[:, None] - 1
     return model.logits(jnp.where(is_last[..., None], model.hidden(prompts), 0).sum(1))
 
@@ -205,7 +206,7 @@ def _next(model: Any, token: Any) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _chosen(sampling: Sampling, logits: jax.Array, positions: jax.Array, key: jax.Array) -> jax.Array:
-    """Choose the tokens behind these positions; every device has all of them then, to be read and to be looked up."""
+    """Choose the tokens after these positions, and replicate them, for the host and for the embedding."""
     placement = _placement()
     if placement.mesh is None:
         return sampling.choose(logits, positions, key)

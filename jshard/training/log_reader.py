@@ -1,4 +1,7 @@
-"""The logs of all processes of a run, read as one. Needs no JAX, and never stops at a file that is damaged."""
+"""The merged logs of all processes of a run, read without JAX.
+
+A damaged file is a fault to report, not an error.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from jshard.errors import JShardError
 from jshard.runs.names import CONFIGURATION, LOG
 
 Line = Mapping[str, Any]
-HEAD, TAIL = 64 * 1024, 1024 * 1024  # of a long file, what says how it began and what it did last
-JUMP = 1.0  # seconds by which a clock that runs well does not differ from what has passed
+HEAD, TAIL = 64 * 1024, 1024 * 1024  # bytes read of a long file: its start, and its latest lines
+JUMP = 1.0  # seconds; a larger difference between wall and monotonic clock is a jump of the wall clock
 
 
 def path_of(folder: Path, rank: int) -> Path:
-    """Name the file of a process."""
+    """Return the path of a process's log."""
     return folder / f"rank-{rank:04}.jsonl"
 
 
 def folder_of(run: str | Path) -> Path:
-    """Find the folder of logs of a run: of its output folder, or itself."""
+    """Find the folder of a run's logs: `run` itself, its `log` folder, or the folder that its configuration names."""
     run = Path(run)
     for folder in (run, run / LOG, _named(run)):
         if folder is not None and any(folder.glob("rank-*.jsonl")):
@@ -34,7 +37,7 @@ def folder_of(run: str | Path) -> Path:
 
 
 def _named(run: Path) -> Path | None:
-    """Read the folder that the run's configuration names."""
+    """Return the folder of logs named in the run's configuration, if any."""
     if not (run / CONFIGURATION).is_file():
         return None
     from jshard.signals.config import load_configuration
@@ -46,12 +49,12 @@ def _named(run: Path) -> Path | None:
 
 @dataclasses.dataclass
 class Rank:
-    """One file, read on each time that it is asked for: `lines` holds what was there, in the order of the clock that never
-    jumps, each with its `rank`, the `attempt` that it belongs to, and `time`, the wall clock's time put right."""
+    """The log of a process; each `read` adds the new lines to `lines`. A line has its `rank`, its
+    `attempt`, and `time`, the wall clock's time corrected by the monotonic clock."""
 
     path: Path
     rank: int
-    full: bool = True  # False: of a long file only its begin and its end
+    full: bool = True  # False: read only the start and the end of a long file
     lines: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     faults: list[str] = dataclasses.field(default_factory=list)
     offset: int = 0
@@ -61,7 +64,7 @@ class Rank:
     jumped: float = 0.0
 
     def read(self) -> list[dict[str, Any]]:
-        """Read what is new since the last time."""
+        """Read and return the lines added since the last call."""
         size = self.path.stat().st_size
         if size < self.offset:  # another run has begun in this folder
             self.__init__(self.path, self.rank, self.full)
@@ -106,24 +109,24 @@ class Rank:
 
     @property
     def cut(self) -> list[str]:
-        """List what is wrong with the file as it stands."""
+        """The faults of the file, with a half-written last line."""
         half = f"the last line of {self.path.name} is half: its process was killed, or is writing"
         return [*self.faults, half] if self.half else self.faults
 
     def of(self, *what: str) -> list[dict[str, Any]]:
-        """List the lines of this kind in the last attempt, in their order of time."""
+        """Return the lines of these kinds in the last attempt, by time."""
         lines = [line for line in self.lines if line["attempt"] == self.attempt and line["what"] in what]
         return sorted(lines, key=lambda line: line["mono"])
 
     @property
     def begin(self) -> Mapping[str, Any]:
-        """What the process said of itself; empty where that line is gone."""
+        """The first line of the attempt, a description of the process; empty if it is lost."""
         return next(reversed(self.of("begin")), {})
 
 
 @dataclasses.dataclass
 class Logs:
-    """The files of a run. `read()` takes in what is new; `lines` are those of all ranks as one."""
+    """The logs of a run's processes; `read` adds new lines, and `lines` merges all ranks."""
 
     folder: Path
     full: bool = True
@@ -137,25 +140,25 @@ class Logs:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """List all lines in the order in which they were written: by attempt, by step, and within a step by time."""
+        """The lines of all ranks, by attempt, then step, then time."""
         lines = (line for rank in self.ranks.values() for line in rank.lines)
         return sorted(lines, key=lambda line: (line["attempt"], line["step"], line["time"], line["rank"]))
 
     @property
     def missing(self) -> list[int]:
-        """List the ranks that the others know of, and that have no file."""
+        """The ranks without a file, by the process count in the other files."""
         count = max((_as_count(rank.begin.get("of")) for rank in self.ranks.values()), default=0)
         return [rank for rank in range(count) if rank not in self.ranks]
 
     @property
     def faults(self) -> list[str]:
-        """List what is to be known of the files, a sentence each."""
+        """The faults of all files, a sentence each."""
         faults = [fault for rank in sorted(self.ranks) for fault in self.ranks[rank].cut]
         return faults + [f"rank {rank} has no {path_of(self.folder, rank).name}" for rank in self.missing]
 
 
 def read(run: str | Path) -> Logs:
-    """Read all that the processes of a run have written, once."""
+    """Read the logs of all processes of a run."""
     return Logs(folder_of(run)).read()
 
 

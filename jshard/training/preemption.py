@@ -1,4 +1,4 @@
-"""SIGTERM, by which a scheduler says that a process must go: all processes learn of it and stop behind the same step."""
+"""The response to SIGTERM from a scheduler: all processes learn of the signal and stop after the same step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-EXIT_CODE = 128 + signal.SIGTERM  # what a shell shows of a process that SIGTERM has ended: 143
+EXIT_CODE = 128 + signal.SIGTERM  # 143, the code that a shell shows for a process ended by SIGTERM
 
 
 class Preempted(SystemExit):
-    """Training has stopped because of SIGTERM, after saving; Python ends with the code 143."""
+    """The exit after a SIGTERM, once a checkpoint is saved; Python ends with code 143."""
 
     def __init__(self, step: int):
         super().__init__(int(EXIT_CODE))
@@ -22,9 +22,12 @@ class Preempted(SystemExit):
 
 
 class Notice:
-    """`reached(step)` after every step: whether it is the one to stop at. In one process that is the step during which
-    SIGTERM came. Of several each may get it: the coordination service tells the others, and all agree on the first step
-    that none has passed. Where JAX was started without that service SIGTERM ends the process, as it would any other."""
+    """A listener for SIGTERM; call `reached(step)` after every step to learn if training must stop.
+
+    One process stops after the step during which the signal came. With several processes, any may get the signal: JAX's
+    coordination service passes it on, and all stop after the first step that none has passed. Without the service,
+    SIGTERM ends the process at once.
+    """
 
     def __init__(self, *, saves: bool) -> None:
         self.came = False

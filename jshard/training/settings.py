@@ -1,4 +1,4 @@
-"""What `jshard.train` says of an experiment, with the defaults, and what can be wrong with it before JAX is needed."""
+"""The keys under `jshard.train` with their defaults, and checks without JAX."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ KEEP = 3
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What `jshard.train.checkpoint` says; `label` opens a sentence about it."""
+    """The values of `jshard.train.checkpoint`; `label` opens an error message."""
 
     every: int
     keep: int
     folder: Path
     label: str
-    run: str  # the words behind `jshard resume`
+    run: str  # the words after `jshard resume`
 
 
 class Settings:
-    """What `jshard.train` says, with the defaults, and where: `settings["batch"]`."""
+    """The values under `jshard.train`, with defaults and places: `settings["batch"]`."""
 
     def __init__(self, configuration: Configuration):
         self.configuration = configuration
@@ -50,7 +50,7 @@ class Settings:
         return self.configuration.train.get(key, DEFAULTS.get(key))
 
     def table(self, key: str) -> dict[str, Any]:
-        """Return what `key` says as a mapping; a bare value is that of the word which it stands for."""
+        """Return the value of `key` as a mapping; a bare value becomes the value of the key's main word."""
         value, kind = self[key], TRAIN[key].kind
         if value is None or isinstance(value, Mapping):
             return dict(value or {})
@@ -59,7 +59,7 @@ class Settings:
 
     @property
     def text(self) -> str | None:
-        """The file or folder of text that is the data; None where the data are something else."""
+        """The file or folder of text to train on; None for other data."""
         table = self.table("data")
         return None if "path" in table else table.get("text")
 
@@ -67,11 +67,11 @@ class Settings:
         return self.configuration.train_places.get(key, Location(self.configuration.source))
 
     def label(self, key: str) -> str:
-        """Open a sentence about a key: `jshard.train.batch (configs/digits.yaml:4)`."""
+        """Return the subject of an error message: `jshard.train.batch (configs/digits.yaml:4)`."""
         return f"jshard.train.{key} ({self.place(key)})"
 
     def checkpoint(self) -> Policy | None:
-        """Read when to save, and where: in the output folder, unless another is named."""
+        """Return when and where to save; the default place is the output folder."""
         table = self.table("checkpoint")
         if not table:
             return None
@@ -81,29 +81,29 @@ class Settings:
         return Policy(table["every"], table.get("keep", KEEP), folder, label, run)
 
     def _runs_others(self) -> bool:
-        """Say whether it names code that its copy in a run may not run without `--trust`."""
+        """Return True if `jshard resume` needs `--trust` to run code named in the configuration."""
         named = [self.table(key).get("path") for key in ("model", "data", "loss")]
         named += [*(self["metrics"] or ()), self.table("optimizer").get("name"), *self.table("optimizer")]
         return any(path and ":" in path and not is_ours(path.partition(":")[0]) for path in named)
 
     def ran(self) -> Path | None:
-        """Return where each process writes what it runs; None where it does not."""
+        """Return the folder of the processes' logs; None if they write none."""
         table = self.table("log")
         return self._folder("log", names.LOG, "write to")[0] if table.get("ran", "folder" in table) else None
 
     def tensorboard(self) -> bool:
-        """Whether figures are written for TensorBoard too."""
+        """Return True if figures are written for TensorBoard too."""
         if wanted := self.table("log").get("tensorboard", False):
             self._output("log.tensorboard", "write to", "write output: runs/mine")
         return wanted
 
     def check_folders(self) -> None:
-        """Raise an error where something is to be written and no folder is named."""
+        """Raise an error if checkpoints, logs or TensorBoard files have no folder."""
         for look in (self.checkpoint, self.ran, self.tensorboard):
             look()
 
     def _folder(self, key: str, name: str, purpose: str) -> tuple[Path, str]:
-        """Return the folder that `key` names, or that of this name in the output folder; and the key that says so."""
+        """Return the folder named under `key`, else `name` in the output folder; and the deciding key."""
         if (folder := self.table(key).get("folder")) is not None:
             return Path(folder), f"{key}.folder"
         return self._output(key, purpose, "write output: runs/mine beside it, or folder: in it") / name, key
@@ -114,8 +114,7 @@ class Settings:
         return Path(self["output"])
 
     def check_rows(self, ways: int | None = None) -> None:
-        """Raise an error when a batch can't be split evenly; in as many ways as the configuration says, unless they are
-        known."""
+        """Raise an error if a batch does not divide by `ways`, by default the size of the configured mesh axes."""
         batch, over = self["batch"], rows_over(self.configuration.signals)
         parts = self["microbatches"]
         if batch % parts:
@@ -138,7 +137,7 @@ class Settings:
             )
 
     def check(self) -> None:
-        """Raise every fault that the text alone tells."""
+        """Raise an error with all faults of the configuration's text."""
         faults: list[JShardError] = []
         for look in (lambda: self.require("data"), self.check_rows, self.check_folders):
             try:
@@ -158,6 +157,6 @@ class Settings:
 
 
 def rows_over(signals: Mapping[str, Signal]) -> tuple[str, ...]:
-    """List the mesh axes that every `row` names, so that no layer has to gather its input."""
+    """Return the mesh axes named by every `row`; batches split over them need no gather in any layer."""
     rows = [signal.row for signal in signals.values() if signal.row]
     return tuple(name for name in rows[0] if all(name in row for row in rows)) if rows else ()

@@ -1,4 +1,4 @@
-"""`jshard.train` and `jshard.batches`: the loop of `jshard train`, and its loader, as functions of what one has made."""
+"""`jshard.train` and `jshard.batches`: the loop and the data loader of `jshard train`, for the user's own objects."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ def train(
     resume: bool = False,
     **settings: object,
 ) -> dict[str, float]:
-    """Train a model in place, as `jshard train` does: figures, evaluation, checkpoints, under the configuration that is loaded.
+    """Train a model in place, as `jshard train` does, with figures, evaluation and checkpoints.
 
         jshard.train(model, optax.adamw(1e-3), {"train": (x, y), "test": (x, y)}, steps=1000, batch=64)
 
-    `data` is what a data function returns, or its "train" alone; `shuffle`, `last` and `ahead` say how it is read. `loss` is
-    cross entropy unless given, `optimizer` of optax or a `jshard.Optimizer` of the model. All other arguments are keys of
-    `jshard.train` in YAML: steps, batch, microbatches, evaluation, log, output, checkpoint, seed. With `resume` it goes on from
-    the last checkpoint, if there is one. Returns the last loss and the figures of the last evaluation.
+    The loaded configuration shards the run. `data` is the result of a data function, or its "train" alone; `shuffle`, `last`
+    and `ahead` set how it is read. `loss` is by default cross entropy. `optimizer` is an optax transformation or a
+    `jshard.Optimizer` of the model. All other arguments are keys of `jshard.train` in YAML: steps, batch, microbatches,
+    evaluation, log, output, checkpoint, seed. With `resume`, training continues from the last checkpoint, if there is one.
+    Returns the last loss and the figures of the last evaluation.
     """
     how = {key: settings.pop(key) for key in READING if key in settings}
     for name in ("model", "optimizer", "data", "loss", "metrics"):
@@ -78,27 +79,25 @@ def batches(
     last: str | None = None,
     seed: int = 0,
 ) -> Generator[tuple[Any, Any]]:
-    """Yield batches `(x, y)` on the devices, each row where the signals that are loaded say, in the order that `seed` decides;
-    without end, unless it is said after how many `steps`.
+    """Yield `steps` batches `(x, y)` placed on the devices by the loaded signals, in an order set by `seed`.
 
         for x, y in jshard.batches((x, y), batch=64, steps=1000):
             loss = step(model, optimizer, x, y)
 
-    `data` is what a data function returns as "train": a pair of arrays, anything with a length that gives a pair for a number,
-    an iterable of batches, or a function that returns one. `ahead` batches are read in the background, and on their way,
-    before they are asked for.
+    Without `steps` the batches do not end. `data` is a pair of arrays, a sequence of examples `(x, y)`, an iterable of
+    batches, or a function that returns an iterable. A thread reads `ahead` batches in advance and starts their transfer.
     """
     present = _configured({"batch": batch})
     given = data if part_of(data, "train") is not None else {"train": data}
     read = source("jshard.batches", given, batch=batch, seed=seed, shuffle=shuffle, last=last)
     where = Placement(None if present.mesh is None else mesh(), present.signals)
     with read_ahead(placed(read, where, None, steps), ahead) as made:
-        for both, _ in made:
-            yield both  # type: ignore[misc]  # a pair
+        for pair, _ in made:
+            yield pair  # type: ignore[misc]
 
 
 def _configured(settings: dict[str, Any]) -> Configuration:
-    """The configuration that is loaded, with these for what it says of an experiment."""
+    """Return the loaded configuration with `settings` in place of its `jshard.train`."""
     said = load_configuration({"jshard": {"train": settings}})
     present = configuration() or said
     places = MappingProxyType(dict.fromkeys(said.train_places, HERE))

@@ -1,9 +1,9 @@
-"""Checkpoints: folders named by their step, written beside the training and put in place whole or not at all.
+"""Checkpoints: folders named by their step, written during training, and renamed into place once complete.
 
-runs/digits/checkpoints/20/checkpoint.json     what it holds, and the checksum of every file
-runs/digits/checkpoints/20/configuration.yaml  what was trained
+runs/digits/checkpoints/20/checkpoint.json     the manifest: shapes, dtypes, and a checksum of every file
+runs/digits/checkpoints/20/configuration.yaml  the configuration of the run
 runs/digits/checkpoints/20/arrays/             model, optimizer and random state, by orbax
-runs/digits/checkpoints/40.partial/            one that is being written, or was when its process ended
+runs/digits/checkpoints/40.partial/            an unfinished checkpoint, also after its process has ended
 """
 
 from __future__ import annotations
@@ -39,36 +39,34 @@ SHOWN = 3  # faults of a checkpoint that does not fit; the others are counted
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps that are saved in a folder, the earliest first."""
+    """List the saved steps in a folder, the earliest first."""
     if not folder.is_dir():
         return []
-    return sorted(int(each.name) for each in folder.iterdir() if each.name.isdecimal() and each.is_dir())
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir())
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """One that is saved. `run` is what the user would type after `jshard resume`."""
+    """A saved checkpoint; `run` is the words to type after `jshard resume`."""
 
     folder: Path
     step: int
     run: str
-    whole: Manifest | None = dataclasses.field(
-        default=None, compare=False
-    )  # its manifest, once all files were compared
+    whole: Manifest | None = dataclasses.field(default=None, compare=False)  # set after all checksums match
 
     @classmethod
     def find(cls, folder: Path, which: str, run: str) -> Checkpoint:
-        """`which` is "latest", "previous" or the number of a step. Several processes take the one that the first found."""
+        """Find a checkpoint in a folder; `which` is "latest", "previous" or a step. The first process decides for all."""
         step = int(multihost_utils.broadcast_one_to_all(np.int32(cls._found(folder, which))))
         return cls(folder / str(step), step, run)
 
     @classmethod
     def newest_whole(cls, folder: Path, run: str) -> Checkpoint | None:
-        """Find the newest checkpoint that all processes find as it was saved; None in a folder that holds none. Each one
-        passed over is told."""
+        """Find the newest checkpoint with matching checksums on all processes; None in a folder
+        without checkpoints. A damaged checkpoint is skipped and reported."""
         found, step = None, np.iinfo(np.int32).max
         while True:
-            here = max((each for each in steps_in(folder) if each < step), default=-1)
+            here = max((earlier for earlier in steps_in(folder) if earlier < step), default=-1)
             if (step := int(multihost_utils.broadcast_one_to_all(np.int32(here)))) < 0:
                 break
             found = cls(folder / str(step), step, run)
@@ -87,7 +85,7 @@ class Checkpoint:
     def _found(folder: Path, which: str) -> int:
         steps = steps_in(folder)
         if not steps:
-            partial = [each.name for each in folder.glob("*.partial")] if folder.is_dir() else []
+            partial = [path.name for path in folder.glob("*.partial")] if folder.is_dir() else []
             only = f" but {partial[0]}, which was never saved to its end" if partial else ""
             raise JShardError(f"there is no checkpoint in {folder}{only}", hint="start anew by: jshard train")
         if which == "latest":
@@ -107,7 +105,7 @@ class Checkpoint:
         return f"the checkpoint of step {self.step} ({self.folder})"
 
     def manifest(self) -> Manifest:
-        """What it says of itself, after every file has been compared with its checksum."""
+        """Return the manifest after comparing every file with its checksum; raise an error for a damaged checkpoint."""
         try:
             with refused(f"{self} can't be read", hint="make it readable, or start anew"):
                 return self.whole or self._checked()
@@ -117,14 +115,14 @@ class Checkpoint:
             raise JShardError(f"{self} {damage}", hint=hint) from None
 
     def _checked(self) -> Manifest:
-        """Compare every file with its checksum; of several processes each compares some of them."""
-        found = Manifest.read(self.folder)
-        mine = itertools.islice(found.files.items(), jax.process_index(), None, jax.process_count())
-        dataclasses.replace(found, files=dict(mine)).check_files(self.folder)
-        return found
+        """Compare every file with its checksum; the processes share the files."""
+        manifest = Manifest.read(self.folder)
+        mine = itertools.islice(manifest.files.items(), jax.process_index(), None, jax.process_count())
+        dataclasses.replace(manifest, files=dict(mine)).check_files(self.folder)
+        return manifest
 
     def restore(self, state: object, needed_by: str) -> tuple[Any, Manifest]:
-        """`state` with every array as it was saved, in the place where it lies now; its arrays are given up for them."""
+        """Return `state` with the saved values, in its present shardings; the arrays of `state` are deleted first."""
         manifest = self.manifest()
         arrays = named(state)
         self._check_fits(manifest, arrays, needed_by)
@@ -139,8 +137,8 @@ class Checkpoint:
             name: leaf.addressable_shards for name, leaf in named([nnx.filter_state(restored[0], nnx.Param)]).items()
         }
         counts = {
-            name: sum(not_finite(np.asarray(shard.data)) for shard in each if shard.replica_id == 0)
-            for name, each in shards.items()
+            name: sum(not_finite(np.asarray(shard.data)) for shard in parts if shard.replica_id == 0)
+            for name, parts in shards.items()
         }
         warn_of_not_finite(str(self), counts)
         return restored, manifest
@@ -167,7 +165,7 @@ _ANEW = "start anew by: jshard train, with another output"
 
 
 def refusal(error: BaseException) -> OSError:
-    """Return the system's refusal; orbax hides its number in a sentence."""
+    """Return an error as an `OSError`; orbax hides the error number in a sentence."""
     if isinstance(error, OSError) and error.strerror:
         return error
     number = str(error).rpartition("os_error_code='")[2].partition("'")[0]
@@ -177,35 +175,34 @@ def refusal(error: BaseException) -> OSError:
 
 
 def named(state: object) -> dict[str, Any]:
-    """The arrays of (model, optimizer) by their names: `model.up.kernel`."""
-    found = {}
+    """Return the arrays of (model, optimizer) by name: `model.up.kernel`."""
+    arrays = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         steps = keys_of(path)
-        found[".".join(map(str, ("model" if steps[0] == 0 else "optimizer", *steps[1:])))] = leaf
-    return found
+        arrays[".".join(map(str, ("model" if steps[0] == 0 else "optimizer", *steps[1:])))] = leaf
+    return arrays
 
 
 def _renamed(path: Path, word: str) -> Path:
-    """Rename the folder of a checkpoint to the first name of its own: `20.aside-1`."""
+    """Rename the folder of a checkpoint to the first free name such as `20.aside-1`."""
     names = (path.with_name(f"{path.stem}.{word}-{n}") for n in itertools.count(1))
     return path.rename(next(name for name in names if not name.exists()))
 
 
 class Saver:
-    """Saves while training goes on. Of several processes each writes its own parts, and the first puts them in place."""
+    """A background writer of checkpoints; each process writes its own shards, and the first completes the folder."""
 
     def __init__(self, policy: Policy, configuration: str, say: Callable[[str], None]):
         self.policy, self.configuration, self.say = policy, configuration, say
         self.leads = jax.process_index() == 0
-        self.last: int | None = None  # the last step that is saved, or being saved
-        self.saved: Checkpoint | None = None  # the last that is in place
-        self.refused: set[Path] = set()  # folders that the system does not remove
+        self.last: int | None = None  # the last step saved or being saved
+        self.saved: Checkpoint | None = None  # the last complete checkpoint
+        self.refused: set[Path] = set()  # folders whose removal failed
         self.pending: concurrent.futures.Future[None] | None = None
         self.worker = concurrent.futures.ThreadPoolExecutor(1, "jshard saves")
 
     def begin(self, resumed: Checkpoint | None) -> None:
-        """Makes sure of the folder. What an earlier run left half-written goes; what lies beyond the step that this run
-        goes on from is set aside."""
+        """Prepare the folder: remove unfinished checkpoints, and set aside checkpoints after the resumed step."""
         folder, there = self.policy.folder, steps_in(self.policy.folder)
         here = resumed is not None and resumed.folder.parent.resolve() == folder.resolve()
         if resumed is not None and here:
@@ -218,11 +215,11 @@ class Saver:
         prepare()
         if not self.leads:
             return
-        with self._failure_told("be written to"):
+        with self._as_user_error("be written to"):
             folder.mkdir(parents=True, exist_ok=True)
-            for left in [*folder.glob("*.partial"), *folder.glob("*.removed*")]:
-                if self._removed(left):
-                    self.say(f"removed {left}, which was never saved to its end")
+            for stale in [*folder.glob("*.partial"), *folder.glob("*.removed*")]:
+                if self._removed(stale):
+                    self.say(f"removed {stale}, which was never saved to its end")
             trial = folder / "0.partial"
             trial.mkdir()
             trial.rmdir()
@@ -230,13 +227,13 @@ class Saver:
                 if resumed is not None and step > resumed.step:
                     aside = _renamed(folder / str(step), "aside")
                     self.say(f"set aside the checkpoint of step {step}, beyond step {resumed.step}: {aside}")
-        self._prune()  # an earlier run may have ended between a save and this
+        self._prune()  # an earlier run may have ended between a save and its pruning
 
     def due(self, step: int, steps: int) -> bool:
         return step != self.last and (step % self.policy.every == 0 or step == steps)
 
     def save(self, step: int, state: object, position: Mapping[str, Any]) -> None:
-        """Begins to save. The state has been copied when this returns, so it may be donated."""
+        """Start to save. On return the state has been copied and may be donated."""
         self.wait()
         events.tell("saving", step=step, folder=str(self.policy.folder))
         arrays = named(state)
@@ -244,7 +241,7 @@ class Saver:
             step, positions(position), {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
         )
         partial = self.policy.folder / f"{step}.partial"
-        with self._failure_told(f"take step {step}"):
+        with self._as_user_error(f"take step {step}"):
             if self.leads:
                 partial.mkdir()
                 (partial / CONFIGURATION).write_text(self.configuration)
@@ -261,7 +258,7 @@ class Saver:
                 flush(self.policy.folder)
         except BaseException:
             if self.leads:
-                shutil.rmtree(partial, ignore_errors=True)  # it may have filled the disk
+                shutil.rmtree(partial, ignore_errors=True)  # makes room if the disk is full
             raise
         self._prune()
 
@@ -270,7 +267,7 @@ class Saver:
             self._removed(self.policy.folder / str(old))
 
     def _removed(self, path: Path) -> bool:
-        """Remove a folder. No training depends on that: where the system refuses, it is told, once for each folder."""
+        """Remove a folder; a failure is reported once, and training continues."""
         if path in self.refused:
             return False
         try:
@@ -283,16 +280,16 @@ class Saver:
         return True
 
     def look(self) -> None:
-        """Tells of a save that has ended, well or not, and waits for none."""
+        """Report a finished or failed save, without waiting."""
         if self.pending is not None and self.pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Until nothing is being saved."""
+        """Wait for the end of a save in progress, and report it."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
-        with self._failure_told(f"take step {self.last}"):
+        with self._as_user_error(f"take step {self.last}"):
             pending.result()
         assert self.last is not None
         self.saved = Checkpoint(self.policy.folder / str(self.last), self.last, self.policy.run)
@@ -300,7 +297,7 @@ class Saver:
         self.say(f"saved step {self.last}: {self.saved.folder}")
 
     def end(self) -> None:
-        """Until nothing is being saved by any process: the first puts a checkpoint in place when the others are done."""
+        """Wait for the saves of all processes: the first completes a checkpoint after the others are done."""
         self.wait()
         multihost_utils.sync_global_devices("jshard has saved")
 
@@ -309,7 +306,7 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """However training ends, what is being saved is saved to its end."""
+        """Complete a save in progress, also after an error."""
         try:
             self.end() if kind is None else self.wait()
         except JShardError as error:
@@ -317,19 +314,19 @@ class Saver:
                 raise
             self.say(str(error))  # the fault that ended the training is the one to raise
         else:
-            if kind is None and sys.unraisablehook == self._unraisable:  # else writes may be left
+            if kind is None and sys.unraisablehook == self._unraisable:  # after an error, writes may still run
                 sys.unraisablehook = self.unraisable
         finally:
             self.worker.shutdown()
 
     def _unraisable(self, said: Any) -> None:
-        """Where one write of a save fails, which is told, orbax waits for none of the others: tensorstore has a traceback for
-        each that ends later."""
+        """Suppress tensorstore's tracebacks after a failed save. orbax does not wait for the other
+        writes of a failed save, and each that ends later prints a traceback."""
         if said.object is not None or str(said.exc_value) != "Event loop is closed":
             self.unraisable(said)
 
     @contextlib.contextmanager
-    def _failure_told(self, what: str) -> Iterator[None]:
+    def _as_user_error(self, what: str) -> Iterator[None]:
         try:
             yield
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:

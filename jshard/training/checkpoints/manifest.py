@@ -1,6 +1,6 @@
-"""What a checkpoint says of itself: a text file beside the arrays, with the checksum of every other file and its own.
+"""The manifest of a checkpoint: a JSON file beside the arrays, with a checksum of every file and of itself.
 
-A folder is a checkpoint when this file is in it. Nothing here is ever executed: it is JSON.
+A folder is a checkpoint if it holds this file. Nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ FORMAT = 1
 
 
 class Damaged(Exception):
-    """What is wrong with a checkpoint, as the end of a sentence."""
+    """A fault of a checkpoint, as the end of a sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
     step: int
-    position: Mapping[str, Any]  # in the data, behind that step
+    position: Mapping[str, Any]  # in the data, after the step
     arrays: Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
     files: Mapping[str, tuple[int, str]] = dataclasses.field(default_factory=dict)  # path -> bytes, SHA-256
 
     def write(self, folder: Path) -> None:
-        """Write the checksums of all files in `folder`, and this beside them; all of it is on the disk when it returns."""
+        """Write the manifest with the checksums of all files in `folder`; on return all files are on disk."""
         files = {str(path.relative_to(folder)): _digest(path, flush=True) for path in _files(folder)}
         fields = {**dataclasses.asdict(dataclasses.replace(self, files=files)), "format": FORMAT}
         fields["sha256"] = _own(fields)
@@ -38,12 +38,12 @@ class Manifest:
             json.dump(fields, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        for each in {path.parent for path in _files(folder)}:
-            flush(each)
+        for parent in {path.parent for path in _files(folder)}:
+            flush(parent)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read the file and check it itself, and not yet the others."""
+        """Read the manifest and check its own checksum, not yet the other files."""
         try:
             fields = json.loads((folder / MANIFEST).read_bytes())
             own = fields.pop("sha256")
@@ -60,7 +60,7 @@ class Manifest:
         return cls(**fields, arrays=arrays, files=files)
 
     def check_files(self, folder: Path) -> None:
-        """Check that every file is there, as long as it was and with the bytes that it had."""
+        """Raise `Damaged` if a file is missing or differs from the manifest in size or checksum."""
         for name, (size, digest) in self.files.items():
             path = folder / name
             if not path.is_file():
@@ -72,7 +72,7 @@ class Manifest:
 
 
 def flush(folder: Path) -> None:
-    """Write the names in a folder to the disk."""
+    """Write a folder's directory entries to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""One run writes to a folder at a time: its first process locks a file there, and the kernel unlocks it when that ends."""
+"""The lock on a run's folders: the first process locks a file there, and the kernel releases it when the process ends."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jax.experimental import multihost_utils
 from jshard.errors import JShardError, reason, refused
 from jshard.runs.names import LOCK
 
-DYING = 5.0  # seconds that a process which was killed has to end in
+DYING = 5.0  # seconds to wait for a killed process to end
 
 
 @contextlib.contextmanager
 def locked(folders: Mapping[Path, str]) -> Iterator[None]:
-    """Lock folders, each with the opening of a sentence about it. No process goes on before the first has all of them."""
+    """Lock folders, given with the openings of their error messages; all processes wait for the first to lock them."""
     with contextlib.ExitStack() as stack:
         for folder, label in folders.items() if jax.process_index() == 0 else ():
             with refused(f"{label} can't be written to", hint="make it writable, or name another output"):
@@ -34,8 +34,8 @@ def locked(folders: Mapping[Path, str]) -> Iterator[None]:
 
 
 def _lock(file: FileIO, label: str) -> None:
-    """Lock a file, and write into it who has it. By fcntl: its locks hold on NFS, and children of the process, which may
-    outlive it, don't inherit them as those of flock."""
+    """Lock a file, and write the owner into it. fcntl's locks work on NFS. Unlike flock's, they are
+    not inherited by child processes, which may outlive this process."""
     deadline = time.monotonic() + DYING
     while True:
         try:

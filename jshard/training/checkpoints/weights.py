@@ -1,4 +1,4 @@
-"""Weights: a file's tensors read into the parts of a model that lie on this process's devices, and written from them."""
+"""Weight files, read straight into a model's shards on this process's devices, and written from them."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ DTYPE_CHOICES = ("same", "convert")
 def load_weights(model: Model, path: PathLike, *, rename: PathLike | None = None, dtype: str = "same") -> Model:
     """Read a file of weights into a model, each process only the bytes of its own shards.
 
-        model = nnx.eval_shape(lambda: Model(rngs=nnx.Rngs(0)))  # shapes alone, with a sharding each
+        model = nnx.eval_shape(lambda: Model(rngs=nnx.Rngs(0)))  # only shapes and shardings
         model = jshard.load_weights(model, "Qwen3-0.6B", rename="qwen3.txt")
 
-    `path` is a file of safetensors, a folder of them (by its index, if it has one), or a checkpoint by orbax or by `jshard
-    train`. `model` is an NNX module, which is changed in place and returned, or a tree such as Linen's variables, of which a
-    new one is returned. Its leaves, `jax.ShapeDtypeStruct`s or arrays, say by their sharding where each parameter goes;
-    one of shapes alone is never whole anywhere.
+    `path` is a file of safetensors, a folder of such files, or a checkpoint by orbax or by `jshard train`. A folder is read
+    by its index, if it has one. `model` is an NNX module, changed in place and returned, or a tree such as Linen's
+    variables, and a new tree is returned. The shardings of its leaves, `jax.ShapeDtypeStruct`s or arrays, decide where each
+    parameter is placed. A sharded parameter of a model of shapes is never whole on a device or host.
 
-    `rename` is a file of lines `regex: path | permute 1 0 | ...` (docs/weights.md); without, the names in the file are the
-    parameters' paths. A dtype that is not the model's is an error unless `dtype="convert"`.
+    `rename` is a file of lines `regex: path | permute 1 0 | ...` (docs/weights.md); without it, the names in the file are
+    the parameters' paths. A dtype different from the model's is an error unless `dtype="convert"`.
 
-    Raises one `JShardError` with every fault before the first number is read. Moves nothing between processes.
+    Raises a `JShardError` with all faults before the first number is read. Moves nothing between processes.
     """
     begin, converts = time.perf_counter(), _converts(dtype)
     leaves, renaming, (tensors, faults) = _all_or_faults(
@@ -69,10 +69,10 @@ def load_weights(model: Model, path: PathLike, *, rename: PathLike | None = None
     filled = assign(tensors, leaves, renaming, str(path), converts=converts, faults=faults)
     wanted = [leaf for leaf in leaves if leaf.path in filled]
     read: dict[str, jax.Array] = {}
-    count, strange = 0, dict[str, int]()
+    count, not_finite_by_leaf = 0, dict[str, int]()
     with byte_bar(f"reading {path}", sum(leaf.bytes_here for leaf in wanted), _console()) as show:
         for leaf in wanted:
-            array, more, strange[str(leaf)] = _read(leaf, filled[leaf.path])
+            array, more, not_finite_by_leaf[str(leaf)] = _read(leaf, filled[leaf.path])
             count += more
             if leaf.variable is not None:
                 leaf.variable.set_value(array)
@@ -82,7 +82,7 @@ def load_weights(model: Model, path: PathLike, *, rename: PathLike | None = None
     of = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     seconds = time.perf_counter() - begin
     events.tell("weights_read", file=str(path), parameters=len(wanted), read=count, of=of, seconds=seconds)
-    warn_of_not_finite(str(path), strange)
+    warn_of_not_finite(str(path), not_finite_by_leaf)
     if isinstance(model, nnx.Module):
         return model
     return jax.tree_util.tree_map_with_path(lambda path, x: read.get(path_in_tree(path), x), model)
@@ -92,11 +92,11 @@ def save_weights(
     model: object, path: PathLike, *, rename: PathLike | None = None, like: PathLike | None = None, dtype: str = "same",
     metadata: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
-    """Write a model's parameters to a file of safetensors, each process its own shards; all processes call it.
+    """Write a model's parameters to a file of safetensors, each process its own shards; all processes must call it.
 
-    With `like`, the file that they were read from, its names, their order and its metadata are kept, and so is what the
-    lines of `rename` skip: unchanged weights give the same bytes. Without, names are parameters' paths, in the library's order.
-    It is written as `FILE.partial`, which takes the file's name once it is whole. Like a folder of parts, a folder is written.
+    `like` is the file the weights were read from. With it, the names, their order, the metadata and the tensors skipped by
+    `rename` are kept, so unchanged weights give the same bytes; a folder gives a folder. Without `like`, the names are the
+    parameters' paths, in the library's order. The text is written to `FILE.partial`, and renamed once complete.
     """
     path, begin, converts = Path(path), time.perf_counter(), _converts(dtype)
     if rename is not None and like is None:
@@ -128,8 +128,8 @@ def save_weights(
                     _copy(tensor, file.fileno())
 
     def place() -> None:
-        for source, each in partial.items():
-            each.replace(places[source])
+        for source, unfinished in partial.items():
+            unfinished.replace(places[source])
         if index is not None and index.parent.resolve() != path.resolve():
             shutil.copyfile(index, path / index.name)
         flush(path if in_folder else path.parent)
@@ -138,15 +138,15 @@ def save_weights(
         for deed, by_all in ((make, False), (lambda: _fill(path, wanted, filled, partial), True), (place, False)):
             _together(deed if by_all or leads else lambda: None, path)
     except JShardError:
-        for each in partial.values() if leads else ():
-            each.unlink(missing_ok=True)
+        for unfinished in partial.values() if leads else ():
+            unfinished.unlink(missing_ok=True)
         raise
     of, seconds = sum(header.size for header in headers), time.perf_counter() - begin
     events.tell("weights_written", file=str(path), parameters=len(wanted), of=of, seconds=seconds)
 
 
 def _all_or_faults(*deeds: Callable[[], Any]) -> list[Any]:
-    """What all of them return, or the faults of all in one error."""
+    """Call all functions and return their results, or raise an error with all their faults."""
     done, faults = [], []
     for deed in deeds:
         try:
@@ -170,7 +170,7 @@ def _converts(dtype: str) -> bool:
 
 
 def _console() -> Console | None:
-    """Of several processes the first draws."""
+    """Return a silent console on all processes except the first."""
     return silent() if jax.process_index() else None
 
 
@@ -178,9 +178,9 @@ def _console() -> Console | None:
 
 
 def _tensors(path: Path, model: object) -> tuple[Mapping[str, Any], list[JShardError]]:
-    """The tensors that a path names, none of them read yet, and what their files lack."""
+    """Open the tensors of a path by name, without reading, and return them with the faults of cut-off files."""
     faults: list[JShardError] = []
-    if (path / MANIFEST).is_file():  # of jshard train: the model, and neither its optimizer nor its random state
+    if (path / MANIFEST).is_file():  # of jshard train: only the model, without optimizer and random state
         arrays = [array for array in (stored(path / "arrays") or {}).values() if array.name.startswith("model.")]
         named = [dataclasses.replace(array, name=array.name.removeprefix("model.")) for array in arrays]
         random = nnx.to_flat_state(nnx.state(model, nnx.RngState)) if isinstance(model, nnx.Module) else ()
@@ -190,32 +190,32 @@ def _tensors(path: Path, model: object) -> tuple[Mapping[str, Any], list[JShardE
         if (arrays := stored(path)) is not None:
             return arrays, faults
     elif not path.exists():
-        near = [each.name for each in path.parent.glob("*")]
+        near = [sibling.name for sibling in path.parent.glob("*")]
         raise JShardError(f"there is no {path}", hint=did_you_mean(path.name, near, "name a file or folder of weights"))
     return by_name(read_headers(path, faults)), faults
 
 
 def _read(leaf: Leaf, pieces: Sequence[Fragment]) -> tuple[jax.Array, int, int]:
-    """The parameter, each of its parts read once, how many bytes were read, and how many numbers are not finite."""
+    """Read this process's shards of a parameter; return the array, the bytes read, and the count of non-finite numbers."""
     where, dtype = getattr(leaf.value, "sharding", None), np.dtype(leaf.value.dtype)
-    arrays, count, strange = [], 0, 0
+    arrays, count, faulty = [], 0, 0
     for box, devices in leaf.boxes.items():
         part = _aligned(lengths(box), dtype)
         for piece in pieces:
-            if (found := piece.within(box, part)) is not None:
-                count += piece.view.read(piece.tensor, *found)
-        strange += not_finite(part) if leaf.required else 0  # a mask may hold infinities
+            if (target := piece.within(box, part)) is not None:
+                count += piece.view.read(piece.tensor, *target)
+        faulty += not_finite(part) if leaf.required else 0  # a mask may hold infinities
         if where is None or leaf.is_free:
-            return jax.device_put(part), count, strange
+            return jax.device_put(part), count, faulty
         places = [SingleDeviceSharding(device, memory_kind=where.memory_kind) for device in devices]
         arrays += jax.device_put([part] * len(places), places)
         jax.block_until_ready(arrays)  # so that the host holds one part at a time
     assert where is not None
-    return jax.make_array_from_single_device_arrays(leaf.value.shape, where, arrays, dtype=dtype), count, strange
+    return jax.make_array_from_single_device_arrays(leaf.value.shape, where, arrays, dtype=dtype), count, faulty
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Memory that a CPU device takes over as it is: unaligned, a part would be there twice for a moment."""
+    """Allocate an array aligned to 64 bytes, so that a CPU device uses its memory without a copy."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
@@ -226,7 +226,7 @@ def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def _laid_out(path: Path, leaves: Sequence[Leaf], metadata: Mapping[str, str] | None) -> Header:
-    """The header of a new file for these parameters, by their paths."""
+    """Return the header of a new file for these parameters, named by their paths."""
     arrays = {leaf.path: (leaf.value.shape, np.dtype(leaf.value.dtype)) for leaf in leaves if leaf.required}
     if unknown := [leaf for leaf in leaves if leaf.required and arrays[leaf.path][1] not in WORDS]:
         fault = "has a dtype that safetensors has not"
@@ -235,7 +235,7 @@ def _laid_out(path: Path, leaves: Sequence[Leaf], metadata: Mapping[str, str] | 
 
 
 def _kept(header: Header, filled: Mapping[str, Sequence[Fragment]]) -> list[FileTensor]:
-    """The tensors of which the model has not all."""
+    """List the tensors not completely filled from the model, to copy from the original file."""
     taken: dict[str, int] = {}
     for piece in (piece for pieces in filled.values() for piece in pieces):
         taken[piece.tensor.name] = taken.get(piece.tensor.name, 0) + math.prod(piece.view.shape)
@@ -251,7 +251,7 @@ def _copy(tensor: FileTensor, file: int) -> None:
 
 
 def _allocate(file: int, size: int) -> None:
-    """Take the room on the disk at once: a full one is told before anything is written."""
+    """Reserve the disk space in advance, so that a full disk is an error before anything is written."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
     else:
@@ -261,10 +261,10 @@ def _allocate(file: int, size: int) -> None:
 def _fill(
     path: Path, leaves: Sequence[Leaf], filled: Mapping[str, Sequence[Fragment]], partial: Mapping[Path, Path]
 ) -> None:
-    """Write this process's shards into the files in the places of those that they are named after."""
+    """Write this process's shards into the partial files, given by the paths of the original files."""
     total = sum(leaf.bytes_here for leaf in leaves)
     with contextlib.ExitStack() as stack, byte_bar(f"writing {path}", total, _console()) as show:
-        files = {source: stack.enter_context(each.open("r+b")).fileno() for source, each in partial.items()}
+        files = {source: stack.enter_context(path.open("r+b")).fileno() for source, path in partial.items()}
         for leaf in leaves:
             _write(leaf, filled[leaf.path], files)
             show(leaf.bytes_here)
@@ -279,13 +279,13 @@ def _write(leaf: Leaf, pieces: Sequence[Fragment], files: Mapping[Path, int]) ->
             continue
         part = np.asarray(shard.data)
         for piece in pieces:
-            if (found := piece.within(boxes[shard.device], part)) is not None:
-                data, box = found
+            if (source := piece.within(boxes[shard.device], part)) is not None:
+                data, box = source
                 piece.tensor.write(files[piece.tensor.path], data, piece.view.at(box), piece.view.steps)
 
 
 def _together(deed: Callable[[], None], path: Path) -> None:
-    """Do it on every process; what fails on one is an error on all."""
+    """Call `deed` on every process; a failure of any process is raised on all."""
     fault = None
     try:
         deed()
@@ -294,6 +294,6 @@ def _together(deed: Callable[[], None], path: Path) -> None:
     except OSError as error:
         fault = f"{path} can't be written to: {reason(error)}; make room, or name another file"
     with without_mesh():
-        faults = [each["fault"] for each in tell(doors_of(jax.devices()[0].platform), {"fault": fault})]
-    for each in filter(None, faults):
-        raise JShardError.saying(each)
+        faults = [report["fault"] for report in tell(doors_of(jax.devices()[0].platform), {"fault": fault})]
+    for first in filter(None, faults):
+        raise JShardError.saying(first)

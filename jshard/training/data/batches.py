@@ -1,4 +1,4 @@
-"""What the user's data function returned, and the way of its batches onto the mesh, read ahead of the steps."""
+"""Batches of the user's data: read in advance, and placed on the mesh."""
 
 from __future__ import annotations
 
@@ -28,26 +28,25 @@ PAIR = 'return {"train": (x, y), "test": (x, y)}'
 
 
 def examples(label: str, data: object, part: str) -> Selectable:
-    """Read `data["train"]` or `data.train`, a pair of arrays, or of trees of arrays, of as many rows; `label` opens the error
-    when it is not."""
+    """Return `data["train"]` or `data.train`, a pair of arrays or trees with equal numbers of rows; `label` opens the error."""
     pair = part_of(data, part)
     if isinstance(pair, Packed):
         return pair
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise JShardError(f'{label} returns no pair of arrays named "{part}"', hint=PAIR)
-    found = Examples(*numbers(f"{label} returns", pair, f' for "{part}"'))
-    counts = {len(array) if array.ndim else None for array in jax.tree.leaves((found.x, found.y))}
+    rows = Examples(*numbers(f"{label} returns", pair, f' for "{part}"'))
+    counts = {len(array) if array.ndim else None for array in jax.tree.leaves((rows.x, rows.y))}
     if len(counts) != 1 or counts <= {None, 0}:
         raise JShardError(
-            f'{label} returns inputs of {_shapes(found.x)} and targets of {_shapes(found.y)} for "{part}"',
+            f'{label} returns inputs of {_shapes(rows.x)} and targets of {_shapes(rows.y)} for "{part}"',
             hint="return as many targets as inputs, and at least one",
         )
-    return found
+    return rows
 
 
 def source(label: str, data: object, *, batch: int, seed: int, shuffle: bool | None, last: str | None) -> Source:
-    """Choose what `data["train"]` is read by: a pair of arrays in memory, anything with a length that gives a pair for a
-    number, an iterable of batches, or a function that returns one."""
+    """Choose the reader of `data["train"]`. It is a pair of arrays, a sequence of pairs (`__len__`
+    and `__getitem__`), an iterable of batches, or a function that returns an iterable."""
     train = part_of(data, "train")
     what = f'{label} "train"'
     if isinstance(train, (tuple, Packed)):
@@ -67,7 +66,7 @@ def source(label: str, data: object, *, batch: int, seed: int, shuffle: bool | N
 
 
 def held_out(settings: Settings, label: str, data: object) -> Any:
-    """Hold the last examples out of those to train on, for an evaluation, where the configuration says so."""
+    """Split the last examples off the training data for an evaluation, if `evaluation.held_out` is set."""
     part, key = settings.table("evaluation").get("held_out"), "evaluation.held_out"
     if part is None:
         return data
@@ -92,10 +91,10 @@ def held_out(settings: Settings, label: str, data: object) -> Any:
 
 
 def numbers_of(y: object) -> tuple[int, int] | None:
-    """Return the least and the largest of whole numbers."""
+    """Return the least and the largest integer target, without -1; None for other targets."""
     if not isinstance(y, np.ndarray) or not np.issubdtype(y.dtype, np.integer) or not y.size:
         return None
-    if y.ndim > 1 and y.min() == -1:  # nothing is to be learned there
+    if y.ndim > 1 and y.min() == -1:  # tokens without a target
         y = y[y >= 0]
     return (int(y.min()), int(y.max())) if y.size else None
 
@@ -110,7 +109,7 @@ def _shapes(tree: object) -> str:
 
 
 def padded(data: Selectable, size: int) -> Iterator[tuple[Examples, np.ndarray]]:
-    """Yield all the data once, in order, in batches of one size; the weights are 0 where a last batch is filled up."""
+    """Yield the data once, in order, in batches of equal size; padding rows of the last batch have weight 0."""
     for start in range(0, len(data), size):
         chosen = np.arange(start, start + size)
         weights = (chosen < len(data)).astype(np.float32)
@@ -118,8 +117,8 @@ def padded(data: Selectable, size: int) -> Iterator[tuple[Examples, np.ndarray]]
 
 
 class Placement:
-    """Where batches lie: rows over the mesh axes that every `row` of the configuration names, so that no layer has to
-    gather its input; whole on every device when there are none."""
+    """The sharding of batches: rows over the mesh axes named by every `row`, so that no layer
+    gathers its input. Without such an axis, a batch is replicated."""
 
     def __init__(self, mesh: Mesh | None, signals: Mapping[str, Signal], microbatches: int = 1):
         self.mesh, self.microbatches = mesh, microbatches
@@ -130,14 +129,14 @@ class Placement:
         return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in self.mesh_axes)
 
     def __call__(self, *arrays: object) -> tuple[Any, ...]:
-        """Put arrays, or trees of them, on the devices, each row where it belongs; every process has all of them."""
+        """Shard arrays, or trees of arrays, over the devices; every process has all rows."""
         where = self._sharding()
         return jax.tree.map(lambda array: jax.device_put(array) if where is None else put(array, where), arrays)
 
     def rows(self, batch: int) -> np.ndarray:
-        """List the rows of a batch of this size that the devices of this process hold. Which they are is said by where the
-        devices stand along the mesh axes, not by the number of the process: where a batch is whole on devices of several
-        processes, each of them has all its rows."""
+        """Return the row numbers of a batch of this size held by the devices of this process. The
+        devices' positions on the mesh decide, not the process number: if a batch is replicated over
+        several processes, each has all rows."""
         if (where := self._sharding()) is None or where.is_fully_addressable:
             return np.arange(batch)
         held = np.zeros((self.microbatches, batch // self.microbatches), bool)
@@ -146,8 +145,9 @@ class Placement:
         return np.flatnonzero(held)
 
     def place(self, size: int, *arrays: object) -> tuple[Any, ...]:
-        """Put batches to train on of `size` rows over all processes, of which these are the `rows` of this one, on the devices:
-        with several microbatches in an axis of them before the rows, so that which rows one has is alike on all meshes."""
+        """Shard a training batch of `size` rows over the devices, given this process's `rows` of
+        it. Several microbatches get an array axis of their own before the rows, so that a
+        microbatch has the same rows on every mesh."""
         parts, where = self.microbatches, self._sharding(self.microbatches)
         axis, here = int(parts > 1), self.rows(size)
 
@@ -159,7 +159,7 @@ class Placement:
 
             def part(index: Any) -> np.ndarray:
                 start, stop, _ = index[axis].indices(size // parts)
-                first = np.searchsorted(here[: len(here) // parts], start)  # a device's rows lie together, here too
+                first = np.searchsorted(here[: len(here) // parts], start)  # a device's rows are contiguous here too
                 return host[(*index[:axis], slice(first, first + stop - start))]
 
             return jax.make_array_from_callback(
@@ -173,8 +173,7 @@ class Placement:
         return None if self.mesh is None else Layout(self.mesh, *axes).sharding
 
     def shapes(self, size: int, *arrays: object, parts: int = 1) -> tuple[Any, ...]:
-        """Describe `size` rows on the devices, which need not be here, as shapes alone; several `parts` have an axis of their
-        own, as `place` gives microbatches."""
+        """Return the shapes and shardings of `size` rows; several `parts` get an axis, as microbatches do in `place`."""
         where, lead = self._sharding(parts), (size,) if parts == 1 else (parts, size // parts)
 
         def shape(array: np.ndarray) -> jax.ShapeDtypeStruct:
@@ -185,7 +184,7 @@ class Placement:
 
 
 def settle(module: object, mesh: Mesh | None) -> Any:
-    """Put every array of a module on the mesh: those that no signal has placed are replicated."""
+    """Replicate over the mesh every array of a module without a sharding."""
     if mesh is None:
         return module
     everywhere = Layout(mesh).sharding
@@ -199,8 +198,8 @@ def settle(module: object, mesh: Mesh | None) -> Any:
 
 @contextlib.contextmanager
 def read_ahead(made: Iterator[T], depth: int) -> Iterator[Iterator[T]]:
-    """Yield what `made` yields, up to `depth` of it ready before it is asked for; 0 makes each when it is asked for. What goes
-    wrong there is raised here, with the traceback that it had there."""
+    """Yield an iterator over `made` with up to `depth` values computed in advance by a thread; 0
+    uses no thread. An error in the thread is raised here, with its traceback."""
     if depth == 0:
         yield made
         return
@@ -214,7 +213,7 @@ def read_ahead(made: Iterator[T], depth: int) -> Iterator[Iterator[T]]:
                     return
                 ready.put((value, None))
             ready.put((None, StopIteration()))
-        except BaseException as error:  # all of them: it is raised where the values are wanted
+        except BaseException as error:  # every error is raised in the consumer
             ready.put((None, error))
 
     def values() -> Iterator[T]:

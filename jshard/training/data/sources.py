@@ -1,7 +1,7 @@
-"""Where batches come from: examples in memory or read by number, or a stream that somebody else puts in order.
+"""Sources of batches: examples in memory, examples read by number, or a stream in the user's own order.
 
-A batch is a pair of inputs and targets, each an array or a tree of arrays of as many rows. Every batch comes with the
-position behind it, a mapping that JSON can hold: reading from there goes on as if it had never stopped.
+A batch is a pair of inputs and targets, each an array or a tree of arrays with equal numbers of rows. Every batch has the
+position after it, a mapping for JSON: reading from this position continues as if reading had never stopped.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from jshard.errors import JShardError, kind_of
 Tree = Any
 Position = Mapping[str, Any]
 Batch = tuple[Tree, Tree]
-
-
-Rows = Callable[[int], np.ndarray]  # which rows of a batch of so many this process needs
+Rows = Callable[[int], np.ndarray]  # batch size -> row numbers that this process needs
 
 
 class LocalBatch(NamedTuple):
-    """One batch as this process reads it: its rows alone, how many there are over all processes, and what follows."""
+    """This process's rows of a batch, the batch size over all processes, and the position after the batch."""
 
     x: Tree
     y: Tree
@@ -36,7 +34,7 @@ class LocalBatch(NamedTuple):
 
 
 class Selectable(Protocol):
-    """Examples that are chosen by their numbers."""
+    """Examples selected by their numbers."""
 
     def __len__(self) -> int: ...
     def take(self, rows: np.ndarray) -> Batch: ...
@@ -44,7 +42,7 @@ class Selectable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """Inputs and targets in memory, one row each; either may be a tree of arrays."""
+    """Inputs and targets in memory, arrays or trees of arrays with a row for each example."""
 
     x: Tree
     y: Tree
@@ -58,7 +56,7 @@ class Examples:
 
 @dataclasses.dataclass(frozen=True)
 class Indexed:
-    """Examples that are read one by one: anything with a length that gives a pair for a number."""
+    """Examples read singly from an object with `__len__` and `__getitem__`, a pair for a number."""
 
     label: str
     examples: Any
@@ -73,9 +71,9 @@ class Indexed:
 
 @dataclasses.dataclass(frozen=True)
 class Shuffled:
-    """Batches of examples that can be chosen. Each pass over them has an order of its own, that only the seed and the
-    number of the pass decide; `last` is what becomes of the examples at its end that make no whole batch: "drop" leaves
-    them out of this pass, "fill" takes the rest from the next pass, "keep" makes a smaller batch of them."""
+    """Batches of selectable examples, in an order set by the seed and the number of the pass over
+    the data. `last` decides about an incomplete batch at the end of a pass: "drop" omits it, "fill"
+    completes it from the next pass, "keep" yields a smaller batch."""
 
     label: str
     examples: Selectable
@@ -85,15 +83,15 @@ class Shuffled:
     last: str = "drop"
 
     def example(self) -> Batch:
-        """Return one row or more, to learn shapes from. Nothing is used up."""
+        """Return at least a row, for its shapes, without advancing."""
         return self.examples.take(np.arange(1))
 
     def first(self, rows: Rows = np.arange) -> Batch:
-        """Return this process's rows of the first batch. Nothing is used up."""
+        """Return this process's rows of the first batch, without advancing."""
         return next(self.read(None, rows))[:2]
 
     def read(self, position: Position | None = None, rows: Rows = np.arange) -> Iterator[LocalBatch]:
-        """Yield batches without end, from the beginning or from behind the batch that `position` came with."""
+        """Yield batches without end, from the beginning or from a saved `position`."""
         count = len(self.examples)
         at, row = (0, 0) if position is None else (position["pass"], position["row"])
         if position is not None and position["examples"] != count:
@@ -120,16 +118,17 @@ class Shuffled:
 
 
 class Stream:
-    """Batches as somebody else makes them: an iterable of pairs, or a function that returns one for each pass.
+    """Batches in the user's own order: an iterable of pairs, or a function that returns an iterable for each pass.
 
-    Every process reads the same batches and keeps its rows; an iterator that hands on only as many rows as this process
-    needs is taken to hand on the right ones. A position is the iterator's `get_state()` if it has one, as grain's have;
-    else it is a number, and that many batches are read and thrown away to get there."""
+    Every process reads the same batches and keeps its rows. If an iterator yields exactly the number of rows that this
+    process needs, they are assumed to be its rows. A position is the iterator's `get_state()`, as grain has; without it,
+    the position is the number of batches, and resuming reads and discards them.
+    """
 
     def __init__(self, label: str, batches: object, batch: int):
         self.label, self.batches, self.batch = label, batches, batch
         self.iterator: Any = None
-        self.unused: list[tuple[Batch, Any]] = []  # a batch that was only looked at, and the state behind it
+        self.unused: list[tuple[Batch, Any]] = []  # a batch read for its shapes, and the state after it
 
     def example(self) -> Batch:
         if not self.unused:
@@ -172,7 +171,7 @@ class Stream:
         return self.unused.pop() if self.unused else self._next(number)
 
     def _next(self, number: int) -> tuple[Batch, Any]:
-        """Return the next batch, of the next pass where there is none, and the state behind it."""
+        """Return the next batch, if need be of the next pass, and the iterator's state after it."""
         begun, self.iterator = self.iterator, self.iterator or self._begun()
         value = next(self.iterator, _OVER)
         if value is _OVER and begun is not None:
@@ -191,25 +190,25 @@ class Stream:
         return batch, it.get_state() if hasattr(it, "get_state") and hasattr(it, "set_state") else None
 
     def _begun(self) -> Any:
-        made: Any = self.batches() if callable(self.batches) else self.batches
-        return iter(made)
+        iterable: Any = self.batches() if callable(self.batches) else self.batches
+        return iter(iterable)
 
 
-Source = Shuffled | Stream  # what training reads
+Source = Shuffled | Stream
 _OVER = object()
 
 
 def pair(label: str, value: object) -> Batch:
-    """Read a value as a pair of trees of numpy arrays."""
+    """Convert a value to a pair of trees of numpy arrays."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise JShardError(f"{label} gives {kind_of(value)} and not a pair (x, y)", hint="give (x, y)")
     return numbers(f"{label} gives", value)
 
 
 def numbers(label: str, pair: Any, where: str = "") -> Batch:
-    """Read inputs and targets as trees of numpy arrays; an error for what is text, or has no shape of its own."""
-    found = jax.tree.map(np.asarray, tuple(pair))
-    for what, tree in zip(("inputs", "targets"), found, strict=True):
+    """Convert inputs and targets to trees of numpy arrays; raise an error for text, times and ragged lists."""
+    trees = jax.tree.map(np.asarray, tuple(pair))
+    for what, tree in zip(("inputs", "targets"), trees, strict=True):
         for array in jax.tree.leaves(tree):
             if array.dtype.kind in "OSUTmM":
                 kind = "text" if array.dtype.kind in "SUT" else f"{array.dtype}"
@@ -219,7 +218,7 @@ def numbers(label: str, pair: Any, where: str = "") -> Batch:
                     if what == "targets"
                     else "give arrays of numbers",
                 )
-    return found
+    return trees
 
 
 def _packed(state: object) -> Any:
@@ -231,8 +230,8 @@ def _unpacked(state: object) -> Any:
 
 
 def positions(mine: Position) -> Position:
-    """Return what a checkpoint keeps: `mine`, if all processes are at the same place; else all states, by the number of the
-    process. Every process has to ask."""
+    """Return the position to save: `mine` if it is equal on all processes, else the states of all
+    processes. Every process must call this."""
     if jax.process_count() == 1 or "state" not in mine:
         return mine
     text = np.frombuffer(json.dumps(mine["state"]).encode(), np.uint8)
@@ -245,7 +244,7 @@ def positions(mine: Position) -> Position:
 
 
 def own_position(saved: Position, checkpoint: object) -> Position:
-    """Return where this process goes on; an error that names the checkpoint where it can't."""
+    """Return this process's position from a checkpoint; raise an error if the number of processes has changed."""
     states = saved.get("states")
     if states is None:
         return saved

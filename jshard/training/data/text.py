@@ -1,8 +1,7 @@
-"""Text to train on: numbered once into files that are mapped into memory, and cut into rows of a length.
+"""Text to train on: tokenized once into memory-mapped files, and cut into rows of a fixed length.
 
-A row may hold the end of one document, whole ones, and the beginning of another: segments number them, from 1 in each
-row, so that attention stays in each, and positions count from the beginning of each. What is left at the end, less than a
-row, is in none.
+A row may hold parts of several documents. `segments` numbers them from 1 in each row, so that attention stays within a
+document; `positions` counts from the document's first token in the row. An incomplete last row is dropped.
 """
 
 from __future__ import annotations
@@ -31,14 +30,13 @@ from jshard.training.data.tokens import Tokenizer, tokenizer
 from jshard.training.settings import LENGTH, Settings
 from jshard.training.telemetry.progress import byte_bar
 
-FORMAT = 1  # of the files; another number makes them anew
-TOGETHER, BYTES_TOGETHER = 256, 4 << 20  # documents that a tokenizer is given at once, for its threads
+FORMAT = 1  # of the files; a change makes all caches stale
+TOGETHER, BYTES_TOGETHER = 256, 4 << 20  # documents and bytes in one call of a tokenizer, for its threads
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Rows of `length` tokens: those numbered `chosen` of all that stand one behind the other in `tokens`. `starts` says where
-    documents begin."""
+    """The `chosen` rows of `length` consecutive tokens each in `tokens`; documents begin at `starts`."""
 
     tokens: np.ndarray
     starts: np.ndarray
@@ -59,8 +57,8 @@ class Packed:
 
 
 def packed_rows(settings: Settings, *, only_shapes: bool = False) -> dict[str, Packed]:
-    """Read what `jshard.train.data` says of text as the rows to train on, "train", and those held out, "test". With
-    `only_shapes` no text is read, and there is one row of zeros."""
+    """Return the rows of `jshard.train.data`'s text to train on, "train", and the held-out rows,
+    "test". With `only_shapes`, return a row of zeros and read no text."""
     table, numbering = settings.table("data"), tokenizer(settings)
     length, part = table.get("length", LENGTH), table.get("held_out")
     if only_shapes:
@@ -71,7 +69,7 @@ def packed_rows(settings: Settings, *, only_shapes: bool = False) -> dict[str, P
         return {"train": train}
     if isinstance(part, str):
         return {"train": train, "test": _rows(settings, "held_out", numbering, length)}
-    # Spread evenly over the text, whose last pages may be an index.
+    # Held-out rows are spread evenly over the text, because its last pages may be an index.
     numbers = np.arange(len(train) + 1)
     is_held = np.diff(np.floor(numbers * part)) > 0
     if is_held.all() or not is_held.any():
@@ -97,11 +95,11 @@ def _rows(settings: Settings, key: str, numbering: Tokenizer, length: int) -> Pa
 
 
 def _tokens(settings: Settings, key: str, path: Path, numbering: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Map the tokens of a text into memory, and read where its documents begin. Made by the first process that asks."""
+    """Map a text's tokens and document starts into memory; the first process to call writes the files."""
     label = f'{settings.label(f"data.{key}")} is "{path}"'
     made_by = settings.table("data").get("made_by", "")  # of this text, unless an override names another
     files = _files(path, label, f"type: {made_by}" if str(path) in made_by else "name a file or a folder of text")
-    about = [(str(each.relative_to(path)), stat.st_size, stat.st_mtime_ns) for each in files for stat in [each.stat()]]
+    about = [(str(file.relative_to(path)), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
     key_of = hashlib.sha256(json.dumps([FORMAT, numbering.identity, about]).encode()).hexdigest()[:16]
     beside = Path(settings["output"]) if settings["output"] else cache.folder()
     kept = Path(settings.table("data").get("cache") or beside.parent / "tokens")
@@ -109,7 +107,7 @@ def _tokens(settings: Settings, key: str, path: Path, numbering: Tokenizer) -> t
     with refused(f'tokens are kept in "{kept}", which can\'t be written to', hint="write cache: and another folder"):
         if not folder.exists():
             with _alone(kept):
-                if not folder.exists():  # another process may have made it meanwhile
+                if not folder.exists():  # another process may have written it meanwhile
                     _write(folder, files, numbering, label)
         tokens = np.memmap(folder / "tokens", _dtype(numbering), mode="r")
         return tokens, np.load(folder / "documents.npy", mmap_mode="r")
@@ -121,7 +119,7 @@ def _dtype(numbering: Tokenizer) -> np.dtype:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one process of those that share the folder go on at a time. A process that ends lets the next in."""
+    """Lock the folder against other processes; the end of a process releases its lock."""
     folder.mkdir(parents=True, exist_ok=True)
     opened = os.open(folder, os.O_RDONLY)
     try:
@@ -132,7 +130,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _write(folder: Path, files: list[Path], numbering: Tokenizer, label: str) -> None:
-    """Number all documents, each with its end, into a folder that appears when it is complete."""
+    """Tokenize all documents, each with its end token, into a folder; it appears once complete."""
     starts, count, dtype = array.array("q"), 0, _dtype(numbering)
     end = np.array([] if numbering.end is None else [numbering.end], dtype)
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -159,16 +157,16 @@ def _write(folder: Path, files: list[Path], numbering: Tokenizer, label: str) ->
 def _files(path: Path, label: str, hint: str) -> list[Path]:
     if not path.exists():
         raise JShardError(f"{label}, which is not there", hint=hint)
-    found = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-    files = [each for each in found if not any(part.startswith(".") for part in each.relative_to(path).parts)]
-    if not any(each.stat().st_size for each in files):
+    every = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    files = [file for file in every if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    if not any(file.stat().st_size for file in files):
         raise JShardError(f"{label}, which holds no text", hint=hint)
     return files
 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """Text of one document, which `ends` with it, and how many bytes of a file were read for it."""
+    """A piece of a document's text, its size in bytes in the file, and whether the document `ends` with it."""
 
     text: str
     size: int
@@ -176,7 +174,7 @@ class _Piece:
 
 
 def _pieces(files: list[Path], label: str, most: int) -> Iterator[_Piece]:
-    """Yield what each document has: a file, at most so many bytes at a time, or a line of a .jsonl."""
+    """Yield the pieces of each document: a file in pieces of `most` bytes, or a line of a .jsonl."""
     for file in files:
         with file.open("rb") as opened:
             if file.suffix == ".jsonl":
@@ -193,21 +191,21 @@ def _pieces(files: list[Path], label: str, most: int) -> Iterator[_Piece]:
 
 
 def _together(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
-    some: list[_Piece] = []
+    together: list[_Piece] = []
     for piece in pieces:
-        some.append(piece)
-        if len(some) == TOGETHER or sum(each.size for each in some) >= BYTES_TOGETHER:
-            yield some
-            some = []
-    if some:
-        yield some
+        together.append(piece)
+        if len(together) == TOGETHER or sum(piece.size for piece in together) >= BYTES_TOGETHER:
+            yield together
+            together = []
+    if together:
+        yield together
 
 
 def _text(written: bytes, file: Path, line: int, label: str, decode: Callable[[bytes], str] = bytes.decode) -> str:
     try:
         text, at = decode(written), written.find(0)
     except UnicodeDecodeError as error:
-        text, at, written = "", error.start, error.object  # with what is left of the piece before
+        text, at, written = "", error.start, error.object  # begins with the undecoded end of the piece before
     if at >= 0:
         line += written[:at].count(b"\n")
         raise JShardError(

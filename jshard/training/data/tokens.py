@@ -1,4 +1,4 @@
-"""Text as numbers and back: its UTF-8 bytes, or a tokenizer of the tokenizers library."""
+"""Tokenizers: UTF-8 bytes, or a tokenizer.json of the tokenizers library."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ BYTES = "bytes"
 
 
 class Bytes:
-    """UTF-8 bytes. Text holds no byte 0, so that is what ends a document.
+    """UTF-8 bytes as tokens; byte 0 ends a document, because text has no byte 0.
 
-    `vocabulary` is one more than the largest token, `end` the token behind each document, and `identity` differs for those
-    that number text differently. A document is given whole, or in pieces of at most `piece` bytes: -1 is whole."""
+    `vocabulary` is the largest token + 1, and `end` the token after each document. Tokenizers with different tokens have
+    different `identity`. A document is given in pieces of at most `piece` bytes; -1 means whole.
+    """
 
     vocabulary, end, identity, piece = 256, 0, BYTES, 1 << 20
 
@@ -30,9 +31,9 @@ class Bytes:
 
 
 class Library:
-    """A tokenizer.json, without the tokens that its template puts around a text: documents end with `end`, if anything."""
+    """A tokenizer.json without its template's special tokens; documents end with `end`, if it is given."""
 
-    piece = -1  # a token may reach over any place
+    piece = -1  # a token may cross any cut, so documents are given whole
 
     def __init__(self, path: str, label: str, end: str | None, end_label: str):
         try:
@@ -77,7 +78,7 @@ Tokenizer = Bytes | Library
 
 
 def tokenizer(settings: Settings) -> Tokenizer:
-    """Make the tokenizer that `jshard.train.data` names; bytes unless said."""
+    """Return the tokenizer named in `jshard.train.data`, by default bytes."""
     table = settings.table("data")
     name, end = table.get("tokens", BYTES), table.get("end")
     end_label = settings.label("data.end")

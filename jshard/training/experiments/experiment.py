@@ -1,4 +1,4 @@
-"""One experiment: the model, data, loss and optimizer that `jshard.train` names, built on a mesh and ready to train."""
+"""An experiment: the model, data, loss and optimizer named under `jshard.train`, built on a mesh."""
 
 from __future__ import annotations
 
@@ -41,32 +41,33 @@ from jshard.training.optimizers.chain import Chain
 from jshard.training.optimizers.optimizer import Optimizer
 from jshard.training.settings import Settings
 
-MOST, TIMES = 2 * 2**30, 25  # bytes of parameters that are verified in all layers, and how much memory that takes
-DEPTHS = ("depth", "layers", "num_layers", "n_layers", "num_hidden_layers")  # arguments that say how many layers
-STEPS = 2  # that are held against plain Flax
-READING = ("shuffle", "last", "ahead")  # keys of `data` that are no arguments of it
+MOST, TIMES = 2 * 2**30, 25  # bytes of parameters verified at full depth, and the memory needed, in multiples of them
+DEPTHS = ("depth", "layers", "num_layers", "n_layers", "num_hidden_layers")  # arguments for the number of layers
+STEPS = 2  # compared with plain Flax
+READING = ("shuffle", "last", "ahead")  # keys of `data` for jshard, not for the data function
 
 
 @dataclasses.dataclass
 class Experiment:
-    """What `jshard train` trains. `build` makes it; nothing has run yet then."""
+    """A model, its optimizer, loss and data, ready to train; `build` makes it from a configuration."""
 
     configuration: Configuration
     model: nnx.Module
     optimizer: nnx.Optimizer
-    chain: Chain  # what the optimizer was made of
+    chain: Chain  # the optimizer's transformation and learning rate
     loss: Objective
     data: Source
     test: Selectable | None
     placement: Placement
-    ahead: int = AHEAD  # batches that are read before they are asked for
+    ahead: int = AHEAD  # batches read in advance
     only_shapes: bool = False
-    apart: str | None = None  # why no one program is a step: layers, or their backward, on several sets of devices
+    apart: str | None = None  # why a step is several programs: layers, or their backward, on several sets of devices
 
     @classmethod
     def build(cls, configuration: Configuration, mesh: Mesh | None, *, only_shapes: bool = False) -> Experiment:
-        """Build it. With `only_shapes` no array is made, and the devices of the mesh need not be here: it can be explained and
-        compiled, not trained."""
+        """Build the experiment of a configuration on a mesh. With `only_shapes` no array is made,
+        and the devices of the mesh may be absent: the experiment can be explained and compiled, not
+        trained."""
         settings = Settings(configuration)
         settings.require("model")
         placement = Placement(mesh, configuration.signals, settings["microbatches"])
@@ -85,8 +86,9 @@ class Experiment:
         cls, objective: Objective, returned: object, how: Mapping[str, Any], chain: Chain, configuration: Configuration,
         mesh: Mesh | None, *, only_shapes: bool = False, optimizer: nnx.Optimizer | None = None, is_made: bool = False,
     ) -> Experiment:  # fmt: skip
-        """Put an experiment together, on a mesh: the objective names the model and the data function, which has `returned` what
-        is read as `how` says. A model `is_made` where it is the caller's own, with its numbers."""
+        """Build an experiment on a mesh from the objective, the data function's result `returned`,
+        and the chain. `how` holds the values of `READING`. `is_made` means the caller's own model,
+        with its numbers."""
         settings, model_named = Settings(configuration), objective.model
         batch, seed = settings["batch"], settings["seed"]
         placement = Placement(mesh, configuration.signals, settings["microbatches"])
@@ -115,12 +117,12 @@ class Experiment:
             with as_user_error(f"{model_named.path} is called"):
                 return shard(model, *inputs)
 
-        made = claimed if is_claimed else built
+        make = claimed if is_claimed else built
         with as_user_error(f"{model_named.path} is built"):
             if only_shapes:
-                model, made_optimizer = abstract(lambda: (model := made(), Optimizer(model, chain.tx)))
+                model, made_optimizer = abstract(lambda: (model := make(), Optimizer(model, chain.tx)))
             else:
-                model = created(built, claimed) if is_claimed and not is_made else made()
+                model = created(built, claimed) if is_claimed and not is_made else make()
                 home, apart = _home_of(model, mesh, settings)
                 if home is not mesh:
                     placement = Placement(home, {}, settings["microbatches"])
@@ -147,8 +149,8 @@ class Experiment:
         return Settings(self.configuration)
 
     def step(self) -> TrainingStep:
-        """Make the training step, over the arrays of the model and the optimizer as they are now. All share their programs, so
-        that the ledger's trace is the one that runs."""
+        """Return the training step over the present arrays of the model and the optimizer. All
+        steps share their programs, so the traced program of the ledger is the program that runs."""
         return self._step.over(self.model, self.optimizer)
 
     @functools.cached_property
@@ -162,7 +164,7 @@ class Experiment:
         )
 
     def evaluated_on(self, say: Callable[[str], None]) -> Selectable | None:
-        """Return the test data; where there are none, `say` that nothing is evaluated."""
+        """Return the test data; without any, `say` so, or raise an error if an evaluation is configured."""
         if self.test is None and "evaluation" in self.configuration.train:
             raise JShardError(
                 f'{self.settings.label("evaluation")} is on test data, and {self.loss.data.path} returns no "test"',
@@ -173,14 +175,14 @@ class Experiment:
         return self.test
 
     def outputs(self, step: TrainingStep) -> Any:
-        """Find the shapes of what the model makes of a batch."""
+        """Return the shapes of the model's outputs for a batch."""
         (x,) = self.placement.shapes(self.settings["batch"], self.data.example()[0])
-        if self.apart:  # nothing can be traced as a whole
+        if self.apart:  # no single program can be traced
             return step.predict(step.state, self.first_batch()[0])
         return jax.eval_shape(step.predict, step.state, x)
 
     def check_read(self, step: TrainingStep) -> Callable[[Any], None]:
-        """Return what raises an error for classes, among targets that are read later, that the model has no output for."""
+        """Return a check of later batches' targets: it raises an error for classes without an output of the model."""
         if self.loss.written is not None or self.settings.text or "train" in self.loss.classes:
             return lambda y: None
         outputs = self.outputs(step)
@@ -192,12 +194,12 @@ class Experiment:
         return check
 
     def explain(self) -> Ledger:
-        """List every collective of the training step, and what is held between steps."""
+        """List every collective of the training step, and the memory held between steps."""
         return self._ledger
 
     @functools.cached_property
     def asked(self) -> Ledger:
-        """What the training step asks for: without what the compiler adds, for which it has to be compiled."""
+        """The requested collectives of the training step, without the compiler's: nothing is compiled."""
         if self.apart:
             raise JShardError(self.apart, hint="name the same workers for both, or mesh axes")
         return ledger_of(self._traced(), [self.model, self.optimizer])
@@ -216,14 +218,15 @@ class Experiment:
         return step.program.lower(step.state, *self.first_batch())
 
     def plan(self, topology: Topology, *, limit: float = LIMIT) -> Plan:
-        """Compile the training step for devices that are not there."""
+        """Compile the training step for a topology of absent devices."""
         step = self.step()
         args = step.state, *self.first_batch()
         return planned(step.program, args, {}, self.asked, topology, self.placement.mesh, limit=limit)
 
     def verify(self, meshes: Sequence[Mapping[str, int]] = ()) -> Verification:
-        """Verify one training step, sharded against unsharded, on these other meshes as well: the loss, every gradient, and
-        the parameters and the optimizer state after it; and two steps against plain Flax and optax."""
+        """Verify a training step, sharded against unsharded, also on other `meshes`. The loss,
+        every gradient, and the updated parameters and optimizer state are compared; and two steps
+        are compared with plain Flax and optax."""
         step = step_with_gradients(self.loss, self.settings["microbatches"])
         args = self.model, self.optimizer, *self.first_batch()
         verification = verify(step, *args, backward=False, meshes=meshes)
@@ -241,9 +244,9 @@ class Experiment:
 def _completed(
     objective: Objective, settings: Settings, model: nnx.Module, data: Source, test: Selectable | None
 ) -> Objective:
-    """Return the objective with what only the data in memory, the tokenizer and the model say."""
-    read = {"train": data.examples if isinstance(data, Shuffled) else None, "test": test}
-    in_memory = {part: numbers_of(each.y) for part, each in read.items() if isinstance(each, Examples)}
+    """Return the objective with the classes of the data in memory, the tokenizer's size and the model's chunk."""
+    parts = {"train": data.examples if isinstance(data, Shuffled) else None, "test": test}
+    in_memory = {part: numbers_of(rows.y) for part, rows in parts.items() if isinstance(rows, Examples)}
     has_signal = "objective" in settings.configuration.signals
     return dataclasses.replace(
         objective,
@@ -255,12 +258,12 @@ def _completed(
 
 
 def parameter_shapes(configuration: Configuration) -> dict[str, str]:
-    """Find the parameters of the model that a configuration names, as `float32[784,1024]` by path."""
+    """Return the parameters of a configuration's model by path, as `float32[784,1024]`."""
     return {path: jax.typeof(leaf).str_short() for path, leaf in parameters_by_path(_of_shapes(configuration)).items()}
 
 
 def _of_shapes(configuration: Configuration) -> nnx.Module:
-    """Build the model that a configuration names of shapes, with no configuration loaded."""
+    """Build a configuration's model of shapes only, after unloading the configuration."""
     settings = Settings(configuration)
     named = Component.of(settings, "model")
     unload()
@@ -269,8 +272,7 @@ def _of_shapes(configuration: Configuration) -> nnx.Module:
 
 
 def at_two_layers(configuration: Configuration) -> tuple[str, str] | None:
-    """Return the change of a configuration that makes a large model short enough to be verified, and the words that say so;
-    None for a model that is small enough."""
+    """Return an override that cuts a large model to two layers for `verify`, with its notice; None for a small model."""
     if "model" not in configuration.train:
         return None
     leaves = jax.tree.leaves(nnx.state(_of_shapes(configuration), nnx.Param))
@@ -294,7 +296,7 @@ def at_two_layers(configuration: Configuration) -> tuple[str, str] | None:
 
 
 def _data(settings: Settings, only_shapes: bool) -> tuple[Component, Mapping[str, Any]]:
-    """Import what `data` names, or make the reader of text, and return how it says that is read."""
+    """Import the data function, or make the reader of text; return it with the values of `READING`."""
     if path := settings.text:
         rows = functools.partial(packed_rows, settings, only_shapes=only_shapes)
         return Component("data", settings.place("data"), path, rows, {}), settings.table("data")
@@ -311,7 +313,7 @@ def _data(settings: Settings, only_shapes: bool) -> tuple[Component, Mapping[str
 
 
 def _loss(settings: Settings) -> tuple[Component | None, Callable[..., Any]]:
-    """Import the loss that is named; else return cross entropy with what is said of it."""
+    """Import the named loss; by default return cross entropy with its configured arguments."""
     table = settings.table("loss")
     if "path" in table:
         return (named := Component.of(settings, "loss")), named
@@ -324,7 +326,7 @@ def _loss(settings: Settings) -> tuple[Component | None, Callable[..., Any]]:
 
 
 def _chunk(settings: Settings, model: nnx.Module, named: Component) -> int:
-    """Return of how many places of a row there are logits at a time, of a model that leaves that open."""
+    """Return the number of positions with logits in memory at a time, for a model with `hidden` and `logits`."""
     table = settings.table("loss")
     if "chunk" in table and "path" not in table and not has_hidden(model):
         raise JShardError(
@@ -335,7 +337,7 @@ def _chunk(settings: Settings, model: nnx.Module, named: Component) -> int:
 
 
 def _check_count(settings: Settings, count: int, batch: int, last: str, placement: Placement) -> None:
-    """Raise an error when there are too few examples for a batch, or `last: keep` leaves some that can't be split."""
+    """Raise an error if there are too few examples for a batch, or the last batch of `last: keep` does not divide."""
     if batch > count and last != "keep":
         fault = f"{settings.label('batch')} is {batch}, but there are {count} examples"
         raise JShardError(fault, hint=f"use {count} or fewer")
@@ -348,11 +350,14 @@ def _check_count(settings: Settings, count: int, batch: int, last: str, placemen
 
 
 def _home_of(model: nnx.Module, mesh: Any, settings: Settings) -> tuple[Any, str | None]:
-    """Find the mesh of all layers. Where they, or the backward of one, lie on several sets of devices: none, and why; an error
-    where a layer has no backward, as no gradient gets from one set to the other."""
+    """Return the mesh of all layers; or None and the reason if layers, or their backward, are on
+    several device sets. Raise an error for layers on several device sets without a `backward`: no
+    gradient could pass between them."""
     arrays = model_arrays(model).values()
-    named = {each.signal.name: each.signal for each in arrays if each.layout is not None and each.signal is not None}
-    signals = sorted(named.values(), key=lambda each: each.place.line or 0)
+    named = {
+        array.signal.name: array.signal for array in arrays if array.layout is not None and array.signal is not None
+    }
+    signals = sorted(named.values(), key=lambda signal: signal.place.line or 0)
     if mesh is None or not signals:
         return mesh, None
     first, home = signals[0], mesh_for(signals[0])[0]

@@ -1,4 +1,4 @@
-"""The figures of a run that people read: speed in tokens, perplexity, share of the chip's peak, memory, time left."""
+"""The figures of a run: speed in tokens, perplexity, share of the chip's peak, memory, time left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jshard.training.telemetry.log import memory
 
 
 class Figures:
-    """`figures(step, loss, steps_per_second)`: what the bar, the lines and the record say of a step."""
+    """A function of a step's number, loss and speed, for the figures in the bar, the lines and the record."""
 
     def __init__(self, experiment: Experiment, step: TrainingStep):
         self.steps, self.examples = experiment.settings["steps"], experiment.settings["batch"]
@@ -31,8 +31,8 @@ class Figures:
         mesh = experiment.placement.mesh
         self.chip, self.devices = chip_called(device.device_kind, device.platform), 1 if mesh is None else mesh.size
         self.arithmetic: Flops | None = None
-        self.table: Table | None = None  # of the stages that a step runs by
-        self.layers = ""  # of each of them, in words
+        self.table: Table | None = None  # the pipeline schedule
+        self.layers = ""  # of each stage, in words
         if (self.tokens or self.chip.flops) and experiment.apart is None:
             traced = step.program.trace(step.state, *experiment.first_batch())  # kept for the first step
             self.arithmetic = arithmetic_of(traced.jaxpr, remat=False)
@@ -41,38 +41,38 @@ class Figures:
                 self.table, self.layers = slot.table, slot.layers
 
     def __call__(self, number: int, loss: float, steps_per_second: float) -> dict[str, float]:
-        found = {"loss": loss}
+        figures = {"loss": loss}
         if self.is_likelihood:
-            found["perplexity"] = perplexity(loss)
+            figures["perplexity"] = perplexity(loss)
         if (rate := self.learning_rate(number - 1)) is not None:
-            found["learning_rate"] = rate
-        found["examples_per_second"] = round(steps_per_second * self.examples)
+            figures["learning_rate"] = rate
+        figures["examples_per_second"] = round(steps_per_second * self.examples)
         if self.tokens:
-            found["tokens_per_second"] = round(steps_per_second * self.tokens)
+            figures["tokens_per_second"] = round(steps_per_second * self.tokens)
         if at_peak := self.seconds_at_peak:
-            found["share_of_peak"] = round(at_peak * steps_per_second, 4)
+            figures["share_of_peak"] = round(at_peak * steps_per_second, 4)
         if held := memory():
-            found["memory"] = held.get("device_memory", held.get("rss", 0))
+            figures["memory"] = held.get("device_memory", held.get("rss", 0))
         if steps_per_second and number < self.steps:
-            found["seconds_left"] = (self.steps - number) / steps_per_second
-        return found
+            figures["seconds_left"] = (self.steps - number) / steps_per_second
+        return figures
 
     @property
     def seconds_at_peak(self) -> float | None:
-        """The seconds that a device at its stated peak would take for the products of a step; None where no peak is stated."""
+        """The seconds for the products of a step on a device at its stated peak; None if no peak is stated."""
         if self.arithmetic is None or not self.chip.flops:
             return None
         return sum(count / self.chip.peak(dtype) for dtype, count in self.flops.items())
 
     @property
     def flops(self) -> dict[str, float]:
-        """The FLOPs of one device, by dtype: an even part where the compiler decides what each computes."""
+        """The FLOPs of a device by dtype; an even share if the compiler partitions the program."""
         assert self.arithmetic is not None
         parts = self.devices if self.arithmetic.at_most else 1
         return {dtype: count / parts for dtype, count in self.arithmetic.flops.items()}
 
     def opening(self) -> str | None:
-        """Say what a step is, where it is of tokens."""
+        """Return a sentence on the tokens and FLOPs of a step; None for data without tokens."""
         if not self.tokens or self.arithmetic is None:
             return None
         count = operations(sum(self.flops.values()))
@@ -84,12 +84,12 @@ class Figures:
         words = f"a step: {self.tokens:,} tokens, {count} in products {on}, without what remat computes again; {peak}"
         if self.table is None:
             return words
-        idle = Cost(self.table).lock_step.idle  # the share of the peak is of the whole step's time
+        idle = Cost(self.table).lock_step.idle  # counted in the share of the peak, a share of the whole step's time
         waits = f"each stage waits {percent(idle)} of it by {self.table.name}: at most {percent(1 - idle)} of the peak"
         return "; ".join(filter(None, (words, waits, self.layers)))
 
 
 def tokens_in(targets: Any) -> int:
-    """Count the tokens of one row, where targets are class numbers in a sequence; else 0."""
+    """Return the number of tokens of a row of integer targets, or 0 for other targets."""
     is_sequence = isinstance(targets, np.ndarray) and targets.ndim == 2 and np.issubdtype(targets.dtype, np.integer)
     return targets.shape[1] if is_sequence else 0

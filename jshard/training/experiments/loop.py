@@ -26,14 +26,15 @@ from jshard.training.data.batches import Placement, padded, read_ahead
 from jshard.training.data.sources import Position, Selectable, Source
 from jshard.training.experiments.loss import Objective
 
-# Steps are dispatched without waiting for the one before, but only so many: each holds a batch on the devices.
+# The most steps dispatched and unfinished: each holds a batch on the devices.
 IN_FLIGHT = 16
 AHEAD = 2
 
 
 class TrainingStep:
-    """One training step. `state` is all that changes; it is donated at each call, so that it is held once. Layers on several
-    sets of devices are `apart`: no program spans them, so each operation runs by itself."""
+    """A training step over `state`, the arrays of model and optimizer; each call donates them.
+    `apart` means layers on several sets of devices: no program spans them, so each operation runs
+    by itself."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class TrainingStep:
         def evaluated(state: object) -> Any:
             model, _ = nnx.merge(graph, state)
             model = nnx.view(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
-            model.eval()  # modules of the user's that have these attributes, and no view
+            model.eval()  # for the user's modules with these attributes and without `set_view`
             return model
 
         self.program = compiled(train, donate_argnums=0, out_shardings=(where, None))
@@ -66,31 +67,32 @@ class TrainingStep:
         self.scores = compiled(lambda state, x, y: scores(evaluated(state), x, y), out_shardings=_read_by_all(where))
 
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Train on one batch and return its loss, which may not be computed yet."""
+        """Train on a batch and return its loss, which may not be computed yet."""
         self.state, loss = self.program(self.state, x, y)
         return loss
 
     def over(self, model: object, optimizer: nnx.Optimizer) -> TrainingStep:
-        """The same programs over the arrays that these hold now."""
+        """Return a step with the same programs over the present arrays of `model` and `optimizer`."""
         other = copy.copy(self)
         other.state = nnx.split((model, optimizer))[1]
         return other
 
     def into(self, model: object, optimizer: nnx.Optimizer) -> None:
-        """Put what was learned into the modules that the step was made of."""
+        """Copy the state into `model` and `optimizer`."""
         nnx.update((model, optimizer), self.state)
 
 
 def gradients_of(model: Any, loss: Objective, microbatches: int, argnums: Any = 0) -> Callable[..., Any]:
-    """Return what gives the loss of a batch and its gradients, by microbatches where the batch is laid out in them; else those
-    of `argnums`."""
+    """Return a function from a batch to its loss and gradients, summed over microbatches if there
+    are several. `argnums` holds for a single microbatch only."""
     if microbatches == 1:
         return nnx.value_and_grad(partitioned(model, objective_of(loss)), argnums=argnums)
     by_microbatches = accumulated(objective_of(loss))
 
     def differentiated(model: object, x: object, y: Any) -> Any:
         if len(jax.tree.leaves(y)) > 1 or loss.written is not None or y[0].ndim < 2:
-            return by_microbatches(model, x, y)  # else a mean over targets that count, of which each has more or fewer
+            return by_microbatches(model, x, y)
+        # The loss is a mean over the tokens with a target; their number differs between microbatches.
         count = jnp.maximum(layers.sum((y >= 0).astype(jnp.float32)), 1.0) / microbatches
         return by_microbatches(model, x, y, jnp.broadcast_to(count, microbatches))
 
@@ -98,14 +100,14 @@ def gradients_of(model: Any, loss: Objective, microbatches: int, argnums: Any = 
 
 
 def step_with_gradients(loss: Objective, microbatches: int = 1) -> Callable[..., Named]:
-    """Make a training step as `verify` compares it: it returns the loss and the gradients of the parameters and of inputs that
-    are no whole numbers. Parameters and optimizer state are left behind in its arguments, as every step leaves them."""
+    """Return a training step for `verify`, with the loss and the gradients of parameters and float
+    inputs as results. It updates the model and the optimizer in place."""
 
     def train(model: object, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> Named:
         smooth = microbatches == 1 and all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(x))
-        of = [nnx.DiffState(0, optimizer.wrt), 1] if smooth else nnx.DiffState(0, optimizer.wrt)
-        value, found = gradients_of(model, loss, microbatches, of)(model, x, y)
-        gradients, *of_x = found if smooth else [found]
+        argnums = [nnx.DiffState(0, optimizer.wrt), 1] if smooth else nnx.DiffState(0, optimizer.wrt)
+        value, results = gradients_of(model, loss, microbatches, argnums)(model, x, y)
+        gradients, *of_x = results if smooth else [results]
         optimizer.update(model, gradients)
         named = {**named_leaves("model", gradients), **(named_leaves("x", of_x[0]) if smooth else {})}
         return Named({"loss": value, **{f"gradient of {name}": leaf for name, leaf in named.items()}})
@@ -114,18 +116,19 @@ def step_with_gradients(loss: Objective, microbatches: int = 1) -> Callable[...,
 
 
 def _read_by_all(where: object) -> NamedSharding | None:
-    """Replicate results when devices of other processes take part, so that each process can read them."""
-    for each in jax.tree.leaves(where):
-        if isinstance(each, NamedSharding) and isinstance(each.mesh, Mesh) and not each.is_fully_addressable:
-            return NamedSharding(each.mesh, PartitionSpec())
-    return None
+    """Return a replicated sharding if the devices belong to several processes, so that each can read the results."""
+    named = (each for each in jax.tree.leaves(where) if isinstance(each, NamedSharding))
+    meshes = (each.mesh for each in named if isinstance(each.mesh, Mesh) and not each.is_fully_addressable)
+    return next((NamedSharding(mesh, PartitionSpec()) for mesh in meshes), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class DispatchedStep:
-    """One step that has been dispatched: its number, from 1, its loss, which may not be computed yet, and the position in
-    the data behind it. `settle()` waits for it and all before it, and stops at the first whose loss is NaN. `fed` and
-    `called` are the seconds that the loop waited for its batch, and that it took to dispatch it."""
+    """A dispatched step: its number, from 1, its loss, which may not be computed yet, and the next position in the data.
+
+    `settle()` waits for this step and all before it, and raises `NotANumber` at the first NaN loss. `fed` and `called` are
+    the seconds of the wait for the batch and of the dispatch.
+    """
 
     number: int
     loss: jax.Array
@@ -146,17 +149,17 @@ def run(
     begins: Callable[[int], None] = lambda number: None,
     check: Callable[[Any], None] = lambda y: None,
 ) -> Generator[DispatchedStep]:
-    """Dispatch the steps behind those that are done by `since`, their number and the position in the data, up to `steps`.
+    """Dispatch steps up to number `steps` and yield each; `since` holds the finished steps and the data's position.
 
-    `ahead` batches are read and on their way to the devices before they are asked for. `begins` hears of each step before it
-    is dispatched, `check` of the targets that are read. A loss that is no number ends it, at most a few steps later.
+    `ahead` batches are read and transferred in advance. `begins` is called with each number before the dispatch, `check`
+    with each batch's targets. A NaN loss raises `NotANumber`, at most `IN_FLIGHT` steps later.
     """
     waiting: collections.deque[tuple[int, jax.Array, Position | None]] = collections.deque()
     done, position = since
     numbers = range(done + 1, steps + 1)
 
-    def settle(left: int = 0) -> None:
-        while len(waiting) > left:
+    def settle(unfinished: int = 0) -> None:
+        while len(waiting) > unfinished:
             number, loss, before = waiting.popleft()
             if math.isnan(float(loss)):
                 raise NotANumber(number, read=(before,))
@@ -183,7 +186,7 @@ def placed(
     count: int | None,
     check: Callable[[Any], None] = lambda y: None,
 ) -> Generator[tuple[tuple[Any, ...], Position]]:
-    """Yield `count` batches on the devices, and the position behind each."""
+    """Yield `count` batches placed on the devices, with the position after each."""
     with as_user_error("data is read"):
         for batch in itertools.islice(source.read(position, placement.rows), count):
             check(batch.y)
@@ -191,7 +194,7 @@ def placed(
 
 
 def holds_nan(state: Any) -> bool:
-    """Say whether a parameter holds a NaN."""
+    """Return True if a parameter holds a NaN."""
     by_devices: dict[Any, list[jax.Array]] = {}
     for leaf in jax.tree.leaves(nnx.filter_state(state[0], nnx.Param)):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -205,7 +208,7 @@ def _any_nan(arrays: list[jax.Array]) -> jax.Array:
 
 
 class NotANumber(Exception):
-    """The loss of a step, or a parameter behind it, is NaN. `read` holds the position that its batch was read from."""
+    """The error of a NaN in a step's loss, or in a parameter after it; `read` holds the data's position before its batch."""
 
     def __init__(self, step: int, what: str = "the loss of", *, read: tuple[Position | None, ...] = ()):
         super().__init__(f"{what} step {step} is NaN")
@@ -213,11 +216,11 @@ class NotANumber(Exception):
 
 
 def evaluate(step: TrainingStep, data: Selectable, placement: Placement, batch: int) -> dict[str, float]:
-    """Compute the figures of the model on `data`: means over all rows, or over all targets that count."""
+    """Return the model's mean figures on `data`, over all rows or over all tokens with a target."""
     sums: dict[str, tuple[float, float]] = {}
     for chosen, weights in padded(data, batch):
         for name, both in step.scores(step.state, *placement(chosen.x, chosen.y)).items():
-            more = (float(np.dot(np.asarray(each), weights)) for each in both)
+            more = (float(np.dot(np.asarray(rows), weights)) for rows in both)
             sums[name] = tuple(map(sum, zip(sums.get(name, (0.0, 0.0)), more, strict=True)))  # type: ignore[assignment]  # two
     order = sorted(sums, key=lambda name: (name == "accuracy", name != "loss", name))
     return {f"test_{name}": sums[name][0] / max(sums[name][1], 1.0) for name in order}

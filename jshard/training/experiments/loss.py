@@ -1,6 +1,6 @@
-"""The loss of an experiment: cross entropy or one that is named, checked against what the model and the data return.
+"""The loss of an experiment: cross entropy or a named loss, checked against the model's outputs and the data.
 
-Each reduction is one of jshard's own, so that outputs may lie split by rows and by classes and nothing moves unseen.
+All reductions are jshard's own, so outputs may be split by rows and by classes, and every collective is listed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from jshard.errors import JShardError, kind_of
 from jshard.layers.token_loss import CHUNK, at_targets, by_places, losses_of
 from jshard.training.components import Component, parameters_of
 
-FIGURES = ("loss", "accuracy", "perplexity")  # of an evaluation, whose names no metric has
-MODES = ("train", "training", "is_training", "deterministic")  # arguments that Flax's views stand in for
+FIGURES = ("loss", "accuracy", "perplexity")  # names of an evaluation's figures, not allowed for metrics
+MODES = ("train", "training", "is_training", "deterministic")  # arguments replaced by Flax's views
 
 
 def correct(outputs: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return 1.0 for each example whose target has the largest output and shares it with no other class, else 0.0."""
+    """Return 1.0 for each example if its target has the largest output, without a tie, else 0.0."""
     rivals = layers.sum((outputs >= at_targets(outputs, targets)[..., None]).astype(jnp.float32), axis=-1)
     return (rivals == 1).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """`objective(model, x, targets)`: the loss. Forms are checked while it is traced, which is before the first step."""
+    """The loss as a function `objective(model, x, targets)`; shapes are checked at tracing, before the first step."""
 
     loss: Callable[..., Any]
     written: Component | None  # None: cross entropy
@@ -38,9 +38,9 @@ class Objective:
     data: Component
     # part of the data -> its least and its largest class
     classes: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    tokens: int | None = None  # how many the tokenizer knows, where the data are text
+    tokens: int | None = None  # the tokenizer's vocabulary, for text
     metrics: Sequence[Component] = ()
-    chunk: int = CHUNK  # places of a row whose logits there are at a time, of a model that has `hidden` and `logits`
+    chunk: int = CHUNK  # positions with logits in memory at a time, for a model with `hidden` and `logits`
 
     def __post_init__(self) -> None:
         names = [*FIGURES, *(metric.name for metric in self.metrics)]
@@ -55,7 +55,7 @@ class Objective:
         return self._checked(self.loss(outputs, targets, **how, **({"count": count[0]} if count else {})))
 
     def _called(self, model: Any, x: object, targets: object, *, all_logits: bool = False) -> tuple[Any, Any]:
-        """Return what the model makes of x; of one that has `hidden` and `logits` its hidden states, and `logits`."""
+        """Return the model's outputs and None; or, for a model with `hidden` and `logits`, its hidden states and `logits`."""
         if all_logits or self.written is not None or getattr(targets, "ndim", 0) != 2 or not has_hidden(model):
             outputs = shape = model(x)
             logits = None
@@ -75,7 +75,7 @@ class Objective:
         return value
 
     def scores(self, model: Any, x: object, targets: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Return for each figure of an evaluation what each row adds to it, and for how much of it the row counts."""
+        """Return for each figure of an evaluation the rows' sums and the rows' weights."""
         rows = jax.tree.leaves(targets)[0].shape[0]
         outputs, logits = self._called(model, x, targets, all_logits=bool(self.metrics))
         classes = logits is not None or are_classes(outputs, targets)
@@ -83,16 +83,16 @@ class Objective:
         if logits is not None:
 
             def losses_and_right(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-                return losses_of(made := logits(x), y, 0.0), correct(made, y)
+                return losses_of(part := logits(x), y, 0.0), correct(part, y)
 
             losses, right = by_places(losses_and_right, outputs, targets, self.chunk)
         else:
             right = correct(outputs, targets) if classes else None
             losses = losses_of(outputs, targets, 0.0) if self.written is None else self.loss(outputs, targets)
         if self.written is None:
-            found = {"loss": _by_row(losses, counted)}
+            figures = {"loss": _by_row(losses, counted)}
         else:
-            found = {"loss": _by_row(jnp.broadcast_to(self._checked(losses), rows), jnp.ones(rows, bool))}
+            figures = {"loss": _by_row(jnp.broadcast_to(self._checked(losses), rows), jnp.ones(rows, bool))}
         for metric in self.metrics:
             values = metric(outputs, targets)
             if not isinstance(values, jax.Array) or not values.ndim or values.shape[0] != rows:
@@ -100,10 +100,10 @@ class Objective:
                     f"{metric}, which returns {shown(values)} for {rows} rows", hint="return one number for each row"
                 )
             alike = counted.shape == values.shape
-            found[metric.name] = _by_row(values, counted if alike else jnp.ones(values.shape, bool))
+            figures[metric.name] = _by_row(values, counted if alike else jnp.ones(values.shape, bool))
         if right is not None:
-            found["accuracy"] = _by_row(right, counted)
-        return found
+            figures["accuracy"] = _by_row(right, counted)
+        return figures
 
     def _check_classes(self, outputs: Any, targets: Any) -> None:
         if not isinstance(outputs, (jax.Array, jax.ShapeDtypeStruct)) or not outputs.ndim:
@@ -129,7 +129,7 @@ class Objective:
             self.check_numbers(numbers, outputs.shape[-1], f'in "{part}"')
 
     def check_numbers(self, numbers: tuple[int, int], count: int, where: str) -> None:
-        """Raise an error where the least or the largest class is none of `count` outputs, as its loss would mean nothing."""
+        """Raise an error if the least or the largest class is not among `count` outputs: its loss would be meaningless."""
         least, largest = numbers
         if least < 0 or largest >= count:
             raise JShardError(
@@ -147,38 +147,41 @@ def _by_row(values: jax.Array, counted: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def are_classes(outputs: Any, targets: Any) -> bool:
-    """Whether targets are class numbers for the last axis of outputs."""
+    """Return True if targets are class numbers for the last axis of outputs."""
     if not all(isinstance(each, (jax.Array, jax.ShapeDtypeStruct)) for each in (outputs, targets)):
         return False
     return jnp.issubdtype(targets.dtype, jnp.integer) and targets.shape == outputs.shape[:-1] and bool(outputs.ndim)
 
 
 def shown(value: Any) -> str:
-    """Describe a value: `float32[8, 10]`, or what it is: `a tuple`."""
+    """Describe a value for an error message, as `float32[8, 10]` or `a tuple`."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return kind_of(value)
 
 
 def has_hidden(model: object) -> bool:
-    """Whether `model(x)` is `model.logits(model.hidden(x))`, as of a jshard.Decoder. Layers of these names don't say so."""
+    """Return True if the model has methods `hidden` and `logits`, as a `jshard.Decoder`; layers of
+    these names don't count. `model(x)` must then equal `model.logits(model.hidden(x))`."""
     return all(inspect.isfunction(getattr(type(model), name, None)) for name in ("hidden", "logits"))
 
 
 def check_called(component: Component, model: object) -> None:
-    """Raise an error for a model that `model(x)` alone does not call."""
+    """Raise an error for a model that cannot be called as `model(x)`."""
     if not callable(model):
         raise JShardError(f"{component}, which has no __call__", hint="define __call__(self, x) in it")
     _, *more = parameters_of(model.__call__).values() or (None,)
-    for each in more:
-        if each.name in MODES and each.default is not None:
+    for parameter in more:
+        name = parameter.name
+        if name in MODES and parameter.default is not None:
             raise JShardError(
-                f'{component}, whose __call__ takes "{each.name}"',
-                hint=f"leave {each.name} out: model(x) is called under Flax's train and eval views, which set Dropout and "
+                f'{component}, whose __call__ takes "{name}"',
+                hint=f"leave {name} out: model(x) is called under Flax's train and eval views, which set Dropout and "
                 "BatchNorm",
             )
-        if each.default is inspect.Parameter.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_variadic:
             raise JShardError(
-                f'{component}, whose __call__ needs "{each.name}", and is called with x alone',
-                hint=f"give {each.name} a default, or return it in x: a tuple or a mapping of arrays",
+                f'{component}, whose __call__ needs "{name}", and is called with x alone',
+                hint=f"give {name} a default, or return it in x: a tuple or a mapping of arrays",
             )

@@ -1,4 +1,4 @@
-"""What made a loss NaN: the data of its batch, read once more, or an operation, found by running the steps before it again."""
+"""The cause of a NaN loss: NaN in its batch, or an operation, found by running the steps again."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from jshard.training.data.sources import Position, Rows, Shuffled, Source, own_p
 from jshard.training.experiments.experiment import Experiment
 from jshard.training.experiments.loop import holds_nan, placed
 
-MOST = 1000  # steps that are run again
-LOOKS = 3  # the last so many are looked into, as a NaN made by an update shows later; the first for what is harmless
+MOST = 1000  # steps run again
+LOOKS = 3  # last steps to search, because a NaN of an update shows later; the first step shows harmless NaNs
 PARTS = ("inputs", "targets")
 
 
 def suspect(source: Source, position: Position | None, rows: Rows) -> str:
-    """Name the data that is NaN, `inputs of its batch that rank 1 read`; nothing where they are finite, or can't be read twice.
-    All processes call it."""
+    """Return the NaN data in words, `inputs of its batch that rank 1 read`; empty if finite, or not
+    readable again. All processes must call it."""
     own = _part(source, position, rows)
     if jax.process_count() == 1:
         return f"{PARTS[own]} of its batch" if own is not None else ""
@@ -48,8 +48,9 @@ def _part(source: Source, position: Position | None, rows: Rows) -> int | None:
 def maker(
     failed: Experiment, step: int, since: Checkpoint | None, say: Callable[[str], None], begins: Callable[[int], None]
 ) -> str:
-    """`log at model.py:12 makes it in the forward pass, under signal "head" (mine.yaml:9)`, of the NaN that `step` ended
-    with; nothing where it can't be told, and `say` why. All processes call it."""
+    """Find the operation that made the NaN of `step` by running the steps since the last checkpoint
+    again. Returns `log at model.py:12 makes it in the forward pass, under signal "head"
+    (mine.yaml:9)`; or nothing, and `say`s why. All processes must call it."""
     done = 0 if since is None else since.step
     steps = (
         f"{step - done:,} step{'s' * (step - done != 1)} from {'the beginning' if since is None else f'step {done}'}"
@@ -58,21 +59,21 @@ def maker(
         say(f"what makes the NaN is not looked for: that is {steps}, and at most {MOST:,} are run again")
         return ""
     say(f"looking for what makes the NaN: again {steps}")
-    found = _again(failed, step, since, begins)
-    if found is None:
+    result = _again(failed, step, since, begins)
+    if result is None:
         say(f"the NaN did not come again in {steps}")
         return ""
-    number, birth = found
-    if birth is None:
+    number, origin = result
+    if origin is None:
         return f"a parameter is NaN since step {number}"
-    rank = f", on rank {birth.device.process_index}" if birth.device is not None and jax.process_count() > 1 else ""
-    return birth.words("" if number == step else f" of step {number}") + rank
+    rank = f", on rank {origin.device.process_index}" if origin.device is not None and jax.process_count() > 1 else ""
+    return origin.words("" if number == step else f" of step {number}") + rank
 
 
 def _again(
     failed: Experiment, last: int, since: Checkpoint | None, begins: Callable[[int], None]
 ) -> tuple[int, NanOrigin | None] | None:
-    """Find the step that first ends with a NaN, and what makes it, if that step was looked into."""
+    """Run the steps again; return the first step that ends with a NaN, and its origin if the step was searched."""
     fresh = Experiment.build(failed.configuration, failed.placement.mesh)
     step, done, position = fresh.step(), 0, None
     if since is not None:
@@ -83,28 +84,28 @@ def _again(
     with contextlib.closing(placed(fresh.data, fresh.placement, position, len(numbers))) as batches:
         for number, (batch, _) in zip(numbers, batches, strict=True):
             begins(number)
-            found = look(step.state, *batch) if number > last - LOOKS or number == done + 1 else None
+            origins = look(step.state, *batch) if number > last - LOOKS or number == done + 1 else None
             loss = step(*batch)
             if math.isnan(float(loss)) or holds_nan(step.state):
-                return number, None if found is None else first(found, harmless)
-            harmless |= {birth.number for birth in found or ()}
+                return number, None if origins is None else first(origins, harmless)
+            harmless |= {origin.number for origin in origins or ()}
     return None
 
 
-# -- in a program, which runs by its equations, and each is asked --
+# -- origins of NaNs among a program's equations --
 
 
 @dataclasses.dataclass(frozen=True)
 class NanOrigin:
-    """The equation that made a NaN, and the device, where each runs by itself."""
+    """The equation that made a NaN, and its device, if known."""
 
-    number: int  # of the equation, the same at every run
+    number: int  # of the equation, equal in every run
     where: Where
     device: Any = None
 
     def words(self, step: str = "") -> str:
-        """`log at model.py:12 makes it in the forward pass, under signal "head" (mine.yaml:9)`; `step` is put behind the
-        pass."""
+        """Describe it: `log at model.py:12 makes it in the forward pass, under signal "head"
+        (mine.yaml:9)`. `step` is added after the pass."""
         cause, primitive = self.where.cause, self.where.primitive
         kind = KIND_OF.get(primitive)
         at = f" at {cause.source}" if cause.source else ""
@@ -116,18 +117,21 @@ class NanOrigin:
 
 
 def nan_origins(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[NanOrigin]]:
-    """Find the equations of a program that make a NaN of operands without one: `nan_origins(f, mesh)(*args)`, in program order;
-    collectives are last, as their NaN may be another device's. All processes of `mesh` call it."""
-    found: list[tuple[int, Where]] = []
+    """Return a function of `args` that lists the equations of `f` with a NaN result from operands
+    without NaN. They are in program order, collectives last: their NaN may be of another device.
+    All processes of `mesh` must call it."""
+    equations: list[tuple[int, Where]] = []
 
     def asked(*args: object) -> Any:
         jaxpr = jax.make_jaxpr(f)(*args)
         _, notes = Evaluation(nan_origins=True)(jaxpr, jax.tree.leaves(args))
-        alike: dict[Any, list[int]] = {}  # by type: each group is joined over devices at once, which compiles sooner
+        alike: dict[Any, list[int]] = {}  # by type: a group is joined over devices at once, to compile faster
         for number, note in enumerate(notes):
             alike.setdefault(jax.typeof(note.value), []).append(number)
-        found[:] = [(number, notes[number].where) for some in alike.values() for number in some]
-        return [_first(jnp.stack([notes[number].value.reshape(-1) for number in some])) for some in alike.values()]
+        equations[:] = [(number, notes[number].where) for numbers in alike.values() for number in numbers]
+        return [
+            _first(jnp.stack([notes[number].value.reshape(-1) for number in numbers])) for numbers in alike.values()
+        ]
 
     program = jax.jit(
         asked,
@@ -136,10 +140,10 @@ def nan_origins(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[
     )
 
     def run(*args: object) -> list[NanOrigin]:
-        rows = [row.tolist() for some in jax.device_get(program(*args)) for row in some]
+        rows = [row.tolist() for group in jax.device_get(program(*args)) for row in group]
         origins = [
             NanOrigin(number, where, _device(mesh, where, place))
-            for (is_made, place), (number, where) in zip(rows, found, strict=True)
+            for (is_made, place), (number, where) in zip(rows, equations, strict=True)
             if is_made
         ]
         return sorted(origins, key=lambda origin: (origin.where.primitive in KIND_OF, origin.number))
@@ -147,18 +151,18 @@ def nan_origins(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[
     return run
 
 
-def first(found: list[NanOrigin], harmless: Set[int]) -> NanOrigin | None:
-    """The earliest of those that are not `harmless`: numbers of equations that made a NaN which reached no result."""
-    return next((origin for origin in found if origin.number not in harmless), None)
+def first(origins: list[NanOrigin], harmless: Set[int]) -> NanOrigin | None:
+    """Return the earliest origin not in `harmless`, the numbers of equations whose NaN reaches no result."""
+    return next((origin for origin in origins if origin.number not in harmless), None)
 
 
 def _first(made: jax.Array) -> Any:
-    """Whether each equation made a NaN on a device, and the number of the first such device."""
+    """Return for each equation if it made a NaN on any device, and the number of the first such device."""
     return jnp.stack([made.any(1), made.argmax(1)], axis=1)
 
 
 def _device(mesh: Mesh | None, where: Where, place: int) -> Any:
-    """Known where one shard_map over the whole mesh holds the equation."""
+    """Return the device of an equation inside a shard_map over the whole mesh, else None."""
     if mesh is None or where.lead != (mesh.axis_names,):
         return None
     return mesh.devices.reshape(-1)[place]

@@ -1,5 +1,7 @@
-"""Two training steps by plain Flax and optax on one device, with nothing loaded: what two steps of an experiment are held
-against. Both run in 64 bits, and share the model, the loss that is named, and no step."""
+"""The reference of `jshard verify`: two training steps by plain Flax and optax on one device, without a configuration.
+
+Reference and experiment run in 64 bits. They share the model and a named loss, but no code of the step.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,15 @@ from jshard.training.experiments.loss import Objective
 from jshard.training.optimizers.chain import Chain
 from jshard.training.settings import Settings
 
-SMALL = 1e-4  # of the largest number of the model or of the optimizer: what is smaller may be rounding alone
-CREATED = 4  # last bits that an initial number may be off: compilers round it in other ways
+SMALL = 1e-4  # of the largest number of the model or of the optimizer; smaller numbers may be rounding alone
+CREATED = 4  # last bits of difference allowed in an initial number: compilers round differently
 
 SHAKES = 3
 TakesStep = Callable[..., tuple[Any, Any]]  # (state, x, y) -> (state, loss)
 
 
 def plain_steps(settings: Settings, objective: Objective, step: TrainingStep, batches: Sequence[Any]) -> PlainSteps:
-    """Take the steps of these batches in both ways, from the numbers that plain Flax creates, and compare what they leave."""
+    """Train on the batches by reference and experiment, from plain Flax's initial numbers, and compare the results."""
     own = named(step.state)
     with nothing_loaded():
         model = objective.model(rngs=nnx.Rngs(settings["seed"]))
@@ -47,7 +49,7 @@ def plain_steps(settings: Settings, objective: Objective, step: TrainingStep, ba
             return PlainSteps({}, unknown=f"plain Flax makes other variables: {', '.join(other[:3])}")
         here = [jax.tree.map(on_host, batch) for batch in batches]
         take = _stepping(_plain_step(settings, objective, graph), state, here)
-        numbers = [on_host(each).astype(np.float64) if is_inexact(each) else each for each in created.values()]
+        numbers = [on_host(array).astype(np.float64) if is_inexact(array) else array for array in created.values()]
         expected = take(created)
         moved = [take(dict(zip(created, shaken(numbers, 2.0**-52, seed), strict=True))) for seed in range(SHAKES)]
     off = {f"{name} as created": off for name, off in _offs(created, own).items() if off > _last_bits(created[name])}
@@ -55,8 +57,8 @@ def plain_steps(settings: Settings, objective: Objective, step: TrainingStep, ba
         name: put(on_host(created[name]), own[name].sharding) if is_inexact(own[name]) else own[name] for name in own
     }
     offs = _offs(expected, _stepping(step.program, step.state, batches)(begun))
-    rounding = [_offs(expected, each) for each in moved]
-    return PlainSteps({**off, **offs}, {name: max(each[name] for each in rounding) for name in offs})
+    rounding = [_offs(expected, results) for results in moved]
+    return PlainSteps({**off, **offs}, {name: max(errors[name] for errors in rounding) for name in offs})
 
 
 def _last_bits(array: Shaped) -> float:
@@ -64,17 +66,17 @@ def _last_bits(array: Shaped) -> float:
 
 
 def _plain_step(settings: Settings, objective: Objective, graph: Any) -> TakesStep:
-    """Write a training step as one would by hand: the gradients of the microbatches are added up."""
+    """Return a training step as written by hand, with the gradients of the microbatches added up."""
     loss, parts = _loss(settings, objective), settings["microbatches"]
 
     def step(state: Sequence[Any], x: object, y: object) -> tuple[Any, Any]:
         model, optimizer = nnx.merge(graph, state)
         batches = [(x, y)] if parts == 1 else [jax.tree.map(lambda array, n=n: array[n], (x, y)) for n in range(parts)]
         counts = [jnp.sum(y >= 0) if isinstance(y, jax.Array) else 1 for _, y in batches]
-        each = [nnx.value_and_grad(loss)(model, *batch, sum(counts) / parts) for batch in batches]
-        gradients = jax.tree.map(lambda *terms: sum(terms) / parts, *(gradient for _, gradient in each))
+        results = [nnx.value_and_grad(loss)(model, *batch, sum(counts) / parts) for batch in batches]
+        gradients = jax.tree.map(lambda *terms: sum(terms) / parts, *(gradient for _, gradient in results))
         optimizer.update(model, gradients)
-        return nnx.state((model, optimizer)), sum(value for value, _ in each) / parts
+        return nnx.state((model, optimizer)), sum(value for value, _ in results) / parts
 
     return step
 
@@ -84,7 +86,7 @@ def _loss(settings: Settings, objective: Objective) -> Callable[..., jax.Array]:
 
     def loss(model: Any, x: object, y: Any, count: Any) -> jax.Array:
         outputs = model(x)
-        auxiliary = sum(jnp.sum(each) for each in jax.tree.leaves(nnx.state(model, AuxLoss)))
+        auxiliary = sum(jnp.sum(term) for term in jax.tree.leaves(nnx.state(model, AuxLoss)))
         if written is not None:
             return written(outputs, y) + auxiliary
         losses = optax.softmax_cross_entropy_with_integer_labels(outputs, jnp.maximum(y, 0))
@@ -95,9 +97,9 @@ def _loss(settings: Settings, objective: Objective) -> Callable[..., jax.Array]:
 
 
 def _stepping(step: TakesStep, like: object, batches: Sequence[Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return what finds, from a state, what the steps leave of it, and their losses, in 64 bits."""
+    """Return a function from an initial state to the state and the losses after all steps, in 64 bits."""
     jaxpr = jax.make_jaxpr(lambda state, batch: step(state, *batch))(like, batches[0])
-    how, where = Evaluation(wide=True), [*(each.sharding for each in jax.tree.leaves(like)), None]
+    how, where = Evaluation(wide=True), [*(leaf.sharding for leaf in jax.tree.leaves(like)), None]
     program = jax.jit(
         lambda arrays: how(jaxpr, arrays)[0], out_shardings=where, compiler_options=quickly(jax.devices()[0])
     )
@@ -105,11 +107,11 @@ def _stepping(step: TakesStep, like: object, batches: Sequence[Any]) -> Callable
     def take(start: Mapping[str, Any]) -> dict[str, Any]:
         losses = {}
         with jax.enable_x64(True):
-            state = [_wide(each) for each in start.values()]
+            state = [_wide(array) for array in start.values()]
             for number, batch in enumerate(batches, 1):
                 *state, loss = program([*state, *map(_wide, jax.tree.leaves(batch))])
                 losses[f"loss of step {number}"] = on_host(loss)
-            return {**losses, **{name: on_host(raw(each)) for name, each in zip(start, state, strict=True)}}
+            return {**losses, **{name: on_host(raw(array)) for name, array in zip(start, state, strict=True)}}
 
     return take
 
@@ -119,7 +121,7 @@ def _wide(array: jax.Array | np.ndarray) -> Any:
 
 
 def _offs(expected: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
-    """Find how far each array is off, in parts of its largest number, or of a small part of its model's or optimizer's."""
+    """Return each array's error relative to its largest number, or to `SMALL` of its model's or optimizer's largest."""
     host = {name: on_host(raw(array)) for name, array in expected.items()}
     largest: dict[str, float] = {}
     for name, array in host.items():

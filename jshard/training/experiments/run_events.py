@@ -1,4 +1,4 @@
-"""The events of a training run: how it begins, what a step runs, each step, and how it ends."""
+"""The events of a training run: its begin, the collectives of a step, each step, and its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROGRAM, EVALUATION = "the training step", "the evaluation"
 
 @contextlib.contextmanager
 def run_events(experiment: Experiment, *, goes_on: bool) -> Iterator[Course]:
-    """Write the events of a run into the log that the configuration asks for, behind what is there if the run goes on."""
+    """Report the events of a run, and log them if configured; a resumed run appends to its log."""
     settings, course = experiment.settings, Course(experiment)
     with contextlib.ExitStack() as stack:
         if (folder := settings.ran()) is not None:
@@ -42,13 +42,13 @@ def run_events(experiment: Experiment, *, goes_on: bool) -> Iterator[Course]:
 
 
 def _tokens(experiment: Experiment) -> dict[str, int | bool]:
-    """Say of how many tokens a step is, and whether e to its loss is their perplexity; nothing where it is of none."""
+    """Return the tokens of a step, and `likelihood`: True if exp(loss) is a perplexity. Empty without tokens."""
     count = experiment.settings["batch"] * tokens_in(experiment.data.example()[1])
     return {"tokens": count, "likelihood": experiment.loss.written is None} if count else {}
 
 
 class Course:
-    """What a run has told of itself, and when its last step was dispatched. `seconds_at_peak` is set where they are known."""
+    """The reporter of a run's steps and evaluations; set `seconds_at_peak` if the chip's peak is known."""
 
     def __init__(self, experiment: Experiment):
         self.experiment, self.batch, self.last = experiment, experiment.settings["batch"], 0
@@ -57,7 +57,7 @@ class Course:
         self.seconds_at_peak: float | None = None
 
     def step(self, taken: DispatchedStep) -> None:
-        """Tell that a step has been dispatched."""
+        """Report a dispatched step."""
         if not events.listeners:
             return
         now, self.last = time.perf_counter(), taken.number
@@ -73,7 +73,7 @@ class Course:
         self.since = now
 
     def restart(self) -> None:
-        """Count from here: what passed until now, evaluating or saving, is no part of the next step."""
+        """Restart the clock, so that evaluating or saving does not count for the next step."""
         self.since = time.perf_counter()
 
     def resumed(self, step: int, folder: object) -> None:
@@ -81,7 +81,7 @@ class Course:
         events.tell("resumed", step=step, folder=str(folder))
 
     def evaluates(self, step: TrainingStep, test: Selectable) -> None:
-        """Tell what the program of the first evaluation runs."""
+        """Report the collectives of the evaluation's program, once."""
         if events.listeners and not self.has_evaluated:
             self.has_evaluated = True
             batch = self.experiment.placement.shapes(self.batch, *test.take(np.arange(1)))

@@ -1,5 +1,7 @@
-"""Capture what the devices do while a program runs, by JAX's own profiler: in a loop of one's own, in the first steps of an
-experiment, or in a run that goes on, which is asked by a file in its folder."""
+"""Captures by JAX's profiler: of the user's own loop, of an experiment's first steps, or of a running experiment.
+
+A running experiment is asked for a capture by a file in its folder.
+"""
 
 from __future__ import annotations
 
@@ -22,35 +24,37 @@ from jshard.runs.names import CAPTURED, TRACE, WANTED
 from jshard.training.experiments.experiment import Experiment
 from jshard.training.experiments.loop import NotANumber, run
 
-LOOK = 0.25  # seconds between two looks, which cost some microseconds here and a millisecond on a far disk
+LOOK = 0.25  # seconds between two looks for the file; a look takes microseconds, on a network disk a millisecond
 
 
 class Tracing:
-    """What is being captured; behind the `with`, `capture` is what was."""
+    """A capture in progress; after the `with`, `capture` is the result."""
 
     capture: Capture
 
     def step(self, number: int) -> contextlib.AbstractContextManager[Any]:
-        """Mark the start of one step of a loop: `with tracing.step(n): loss = train_step(batch)`."""
+        """Mark a step of a loop: `with tracing.step(n): loss = train_step(batch)`."""
         return jax.profiler.StepTraceAnnotation("step", step_num=number)
 
 
 @contextlib.contextmanager
 def trace(folder: str | os.PathLike[str], *, title: str | None = None, **more: object) -> Iterator[Tracing]:
-    """Capture what all devices of this process do inside, for `jshard timeline`; what computes already is waited for
-    before, and what was started inside behind it. Of several processes each has a folder of its own in `folder`.
+    """Capture the work of all devices of this process inside the `with`, for `jshard timeline`.
 
-    with jshard.trace("runs/mine") as tracing:
-        for number, batch in enumerate(batches):
-            with tracing.step(number):
-                loss = train_step(batch)
+        with jshard.trace("runs/mine") as tracing:
+            for number, batch in enumerate(batches):
+                with tracing.step(number):
+                    loss = train_step(batch)
+
+    It waits for earlier computations before the capture, and for those started inside at its end. Each process writes to
+    a folder of its own in `folder`.
     """
     own = Path(folder) / f"rank{jax.process_index()}"
     _make_room(own)
     tracing = Tracing()
     settle()
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # the calls of Python's functions are no device's, and slow the loop down
+    options.python_tracer_level = 0  # Python's calls are not on the devices, and tracing them slows the loop
     try:
         jax.profiler.start_trace(own, profiler_options=options)
     except RuntimeError as error:
@@ -64,7 +68,7 @@ def trace(folder: str | os.PathLike[str], *, title: str | None = None, **more: o
 
 
 def settle() -> None:
-    """Wait for all that computes. A loop in another thread may give an array away meanwhile: what takes it is there too."""
+    """Wait for all running computations. Arrays donated meanwhile by another thread are skipped."""
     for array in jax.live_arrays():
         try:
             array.block_until_ready()
@@ -83,7 +87,7 @@ def _make_room(own: Path) -> None:
 
 
 def trace_steps(experiment: Experiment, folder: Path, steps: int, *, title: str) -> Capture:
-    """Train a step, which compiles, and capture the next `steps` steps. Nothing is evaluated, recorded or saved."""
+    """Train a step, to compile it, and capture the next `steps` steps without evaluating, recording or saving."""
     numbered = Numbered(experiment.step())
     taken = run(numbered, experiment.data, experiment.placement, steps=1 + steps, ahead=experiment.ahead)
     try:
@@ -98,7 +102,7 @@ def trace_steps(experiment: Experiment, folder: Path, steps: int, *, title: str)
 
 
 class Numbered:
-    """A step that marks in a capture which one it is."""
+    """A training step with its number marked in a capture."""
 
     def __init__(self, step: Callable[..., jax.Array], done: int = 0):
         self.inner, self.done = step, done
@@ -109,35 +113,37 @@ class Numbered:
             return self.inner(*batch)
 
 
-# -- a run that goes on --
+# -- captures of a running experiment --
 
 
 @dataclasses.dataclass(frozen=True)
 class Wish:
-    """What `jshard trace RUN` asks for."""
+    """The request of `jshard trace RUN`."""
 
     id: str
     steps: int
-    until: float  # when nobody waits any more
+    until: float  # when the command stops waiting
 
     @classmethod
     def read(cls, file: Path) -> Wish | None:
         try:
             return cls(**json.loads(file.read_text()))
-        except (OSError, ValueError, TypeError):  # none is there, or none of ours: no reason to end a run
+        except (OSError, ValueError, TypeError):  # no file, or not a request: the run continues
             return None
 
 
 class TraceRequest(Numbered):
-    """The step of a run, which captures itself when `jshard trace RUN` asks for it. A `with` around the loop ends a capture
-    that the run's end cuts short. Each process looks for itself, so that they may begin a step apart. What goes wrong with
-    a capture is told to who asked, and the run goes on."""
+    """A training step that is captured at the request of `jshard trace RUN`.
+
+    A `with` around the loop ends a capture at the end of the run. Each process looks for requests by itself, so captures of
+    different processes may begin a step apart. A failed capture is reported to the command, and the run continues.
+    """
 
     def __init__(self, step: Callable[..., jax.Array], output: str | None, done: int = 0):
         super().__init__(step, done)
         self.folder = None if output is None else Path(output) / TRACE
         self.next_look = 0.0
-        self.wish: Wish | None = None  # the last one
+        self.wish: Wish | None = None  # the last request
         self.until = 0  # the last step to capture
         self.begun: contextlib.AbstractContextManager[Tracing] | None = None
         self.has_run = False
@@ -148,7 +154,7 @@ class TraceRequest(Numbered):
                 self._end(None, None, None)
         elif self.has_run and self.folder is not None and time.monotonic() > self.next_look:
             self._look(self.folder)
-        self.has_run = True  # the first step is compiled, which is not what one asks for
+        self.has_run = True  # the first step compiles, so it is never captured
         return super().__call__(*batch)
 
     def _look(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Train an experiment, and say how it goes."""
+"""The training of an experiment, with progress, records, checkpoints and evaluations."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from jshard.training.telemetry.progress import Bar, Rate, figures_in_words, in_w
 
 
 def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint | None = None) -> dict[str, float]:
-    """Train, with a progress bar, and return the last loss and the figures of the last evaluation, if there are test data. What
-    each figure was goes into the output folder. Of several processes the first speaks and writes.
+    """Train, and return the last loss and the figures of the last evaluation.
 
-    With `resume` it goes on from there; started again by `jshard launch --restarts` or by a scheduler, from the newest
-    whole checkpoint that there is by now. SIGTERM ends it behind a step that all processes agree on: it saves, if the
-    configuration says where, and raises `Preempted`, by which Python ends with the code 143."""
+    Figures are shown in a progress bar and written to the output folder, by the first process only. Training continues
+    from `resume`; after a restart by `jshard launch --restarts` or a scheduler, from the newest complete checkpoint.
+    After SIGTERM all processes stop after the same step, save if checkpoints are configured, and raise `Preempted`; Python
+    then ends with code 143.
+    """
     if resume is None and restarts():
         resume = last_saved(experiment)
     leads = jax.process_index() == 0
@@ -44,7 +45,7 @@ def train(experiment: Experiment, bar: Bar | None = None, *, resume: Checkpoint 
 
 
 def _folders(settings: Settings) -> dict[Path, str]:
-    """List the folders that a run writes to, with the opening of a sentence about each."""
+    """Return the folders written to by a run, with the opening of an error message for each."""
     policy, output, folders = settings.checkpoint(), settings["output"], dict[Path, str]()
     if output is not None:
         folders[Path(output)] = f'{settings.label("output")} is "{output}", which'
@@ -54,7 +55,7 @@ def _folders(settings: Settings) -> dict[Path, str]:
 
 
 def last_saved(experiment: Experiment) -> Checkpoint | None:
-    """Find the newest whole checkpoint of this experiment; None where nothing is saved."""
+    """Return the newest complete checkpoint of the experiment; None if there is none."""
     policy = experiment.settings.checkpoint()
     return None if policy is None else Checkpoint.newest_whole(policy.folder, policy.run)
 
@@ -116,16 +117,16 @@ class _Training:
             ):
                 if self.done:
                     self._catch_up()
-                for each in taken:
-                    self.course.step(each)
-                    if each.number == first:
-                        each.loss.block_until_ready()
+                for step in taken:
+                    self.course.step(step)
+                    if step.number == first:
+                        step.loss.block_until_ready()
                         self.rate.restart(first)
-                    self._show(each)
-                    self._save(each)  # first, so that nothing is lost by what goes wrong in an evaluation
-                    self._evaluate(each.number)
-                    if notice.reached(each.number) and each.number != self.steps:
-                        self._stop(each)
+                    self._show(step)
+                    self._save(step)  # before the evaluation, so that its failure loses nothing
+                    self._evaluate(step.number)
+                    if notice.reached(step.number) and step.number != self.steps:
+                        self._stop(step)
         except NotANumber as fault:
             raise self._without_number(fault) from None
         self.step.into(experiment.model, experiment.optimizer)
@@ -137,15 +138,15 @@ class _Training:
         if number % self.log_every == 0 or number == self.steps:
             taken.settle()
             self.loss = float(taken.loss)
-            found = self.figures(number, self.loss, self.rate.read(number))
-            bar.show_figures(number, found)
+            figures = self.figures(number, self.loss, self.rate.read(number))
+            bar.show_figures(number, figures)
             if not bar.draws:
-                bar.say(f"step {number}/{self.steps}   {figures_in_words(found)}")
-            found.pop("seconds_left", None)
-            self.record.write(step=number, **found)
+                bar.say(f"step {number}/{self.steps}   {figures_in_words(figures)}")
+            figures.pop("seconds_left", None)
+            self.record.write(step=number, **figures)
 
     def _catch_up(self) -> None:
-        """Evaluate behind the step that the run goes on from, where it ended before that was written, and at its end."""
+        """Evaluate after the resumed step, if the earlier run did not record that or was complete."""
         kept, is_over = self.record.kept, self.done == self.steps
         has = any(name.startswith("test_") for name in kept)
         told = np.array([has or not (kept or is_over), kept.get("loss", math.nan)], np.float32)
@@ -157,15 +158,16 @@ class _Training:
         if self.test is None or (number % self.evaluate_every and number != self.steps):
             return
         self.course.evaluates(self.step, self.test)
-        found = evaluate(self.step, self.test, self.experiment.placement, self.experiment.settings["batch"])
+        figures = evaluate(self.step, self.test, self.experiment.placement, self.experiment.settings["batch"])
         if self.figures.is_likelihood:
-            found = {"test_loss": found["test_loss"], "test_perplexity": perplexity(found["test_loss"]), **found}
-        self.evaluated = found
+            loss = figures["test_loss"]
+            figures = {"test_loss": loss, "test_perplexity": perplexity(loss), **figures}
+        self.evaluated = figures
         if not is_written:
-            self.record.write(step=number, **found)
-        self.course.evaluated(number, found)
+            self.record.write(step=number, **figures)
+        self.course.evaluated(number, figures)
         if number != self.steps:
-            self.bar.say(f"step {number}/{self.steps}   {'   '.join(in_words(found))}")
+            self.bar.say(f"step {number}/{self.steps}   {'   '.join(in_words(figures))}")
         self.rate.restart(number)
 
     # -- saving, and stopping --
@@ -178,7 +180,7 @@ class _Training:
 
     def _save_now(self, saver: Saver, taken: DispatchedStep) -> None:
         taken.settle()
-        if holds_nan(self.step.state):  # which the loss of the next step would only tell
+        if holds_nan(self.step.state):  # would show in a loss only at the next step
             raise NotANumber(taken.number, "a parameter behind")
         saver.save(taken.number, self.step.state, taken.position)
         self.course.restart()
@@ -194,7 +196,7 @@ class _Training:
         raise Preempted(taken.number)
 
     def _without_number(self, fault: NotANumber) -> JShardError:
-        """Make the error of a NaN. All processes come here, for the same step."""
+        """Return the error for a NaN, with its cause; all processes call this, for the same step."""
         experiment, fault_words = self.experiment, str(fault)
         chain = experiment.chain
         less = f"{chain.key}={chain.peak / 10:g}" if chain.peak is not None else ""
@@ -217,9 +219,9 @@ class _Training:
         return JShardError(f"{fault_words}; {where}", hint=resume.format(run=self.saver.policy.run))
 
     def _maker(self, step: int) -> str:
-        """Find what makes the NaN of this step. Whatever keeps that from being found is said, and ends nothing."""
+        """Return the cause of a step's NaN in words; a failure of the search is reported, not raised."""
         since = (self.saver and self.saver.saved) or self.resumed
-        self.step.state = None  # the devices may not hold two
+        self.step.state = None  # devices may not have room for two states
         try:
             return maker(self.experiment, step, since, self.bar.say, self.bar.begin)
         except Exception as error:

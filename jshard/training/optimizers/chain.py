@@ -1,4 +1,4 @@
-"""The optimizer that a configuration writes as a chain: a clip, optax's transformations or one's own, a schedule, a decay."""
+"""An optimizer configured as a chain: clip, transformations of optax or of the user, schedule and decay."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from jshard.training.settings import LEARNING_RATE, Settings
 
 KEYS = ("clip", "schedule", "decay")  # of `optimizer`, beside names of optax
 NUMBERS = {"learning_rate": LEARNING_RATE, "peak": LEARNING_RATE, "warmup": 100, "decay": 100, "steps": 1000}
-Schedule = Callable[[Any], Any]  # of the steps done
-MASKS = ("mask", "weight_decay_mask")  # arguments of optax that say what decays
+Schedule = Callable[[Any], Any]  # finished steps -> learning rate
+MASKS = ("mask", "weight_decay_mask")  # arguments of optax that select the parameters to decay
 
 
 @dataclasses.dataclass
 class _Link:
-    """One transformation: the key that it is written under, what is called, and its arguments."""
+    """A transformation of the chain: its YAML key, its function and the arguments."""
 
     name: str
     key: str
-    label: str  # opens a sentence about it
+    label: str  # opens an error message
     function: Callable[..., Any]
     arguments: dict[str, Any]
 
@@ -50,8 +50,9 @@ class _Link:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """`tx`, with its learning rate: a number or a function of the steps done, None where only the user's own code knows it.
-    Its highest is `peak`, which `key` says in the configuration."""
+    """A transformation `tx` and its learning rate, for the log. `rate` is a number, a function of
+    the finished steps, or None if only the user's code knows it. `peak` is its maximum, and `key`
+    the key that sets it."""
 
     tx: optax.GradientTransformation
     rate: Callable[[int], Any] | float | None
@@ -62,7 +63,7 @@ class Chain:
 
     @classmethod
     def of(cls, settings: Settings, clip: Callable[[float], Any] = clip_by_global_norm) -> Chain:
-        """Build the optimizer that is named, which clips by `clip`; with a default learning rate if one is needed."""
+        """Build the configured optimizer, with `clip` for its clipping and a default learning rate."""
         table = settings.table("optimizer")
         says = {key: table.pop(key) for key in KEYS if key in table}
         links = _links(settings, table)
@@ -72,11 +73,11 @@ class Chain:
         if match:
             _set_mask(decays, links, patterns(match))
         first = [clip(says["clip"])] if "clip" in says else []
-        made = [*first, *(link.made(settings) for link in links)]
-        return cls(made[0] if len(made) == 1 else optax.chain(*made), rate, key, peak, match, decays)
+        steps = [*first, *(link.made(settings) for link in links)]
+        return cls(steps[0] if len(steps) == 1 else optax.chain(*steps), rate, key, peak, match, decays)
 
     def check_decay(self, model: nnx.Module) -> None:
-        """Raise an error for a glob of `decay` that fits no parameter."""
+        """Raise an error for a glob in `decay.match` without a matching parameter."""
         paths = ["/".join(map(str, path)) for path, _ in parameters(model)]
         for text in self.match:
             if not any(map(Glob(text.removeprefix("!")).fits, paths)):
@@ -84,12 +85,12 @@ class Chain:
                 raise JShardError(f"{self.label} has match {quoted(text)}, which fits no parameter", hint=hint)
 
     def learning_rate(self, done: int) -> float | None:
-        """Return the learning rate of the step behind `done` steps."""
+        """Return the learning rate of the step after `done` steps."""
         return float(self.rate(done)) if callable(self.rate) else self.rate
 
 
 def _links(settings: Settings, table: dict[str, Any]) -> list[_Link]:
-    """Find what is to be chained: `{name: adamw, b1: 0.9}` is `{adamw: {b1: 0.9}}`."""
+    """Return the transformations to chain; `{name: adamw, b1: 0.9}` is `{adamw: {b1: 0.9}}`."""
     name = table.pop("name", None)
     if name is not None:
         label = f'{settings.label("optimizer")} is "{name}"'
@@ -97,14 +98,14 @@ def _links(settings: Settings, table: dict[str, Any]) -> list[_Link]:
         function = _function(settings, label, name, optimizers(), "is no optimizer of optax")
         return [_Link(name, "optimizer", label, function, {**table, **(inside if isinstance(inside, Mapping) else {})})]
     links = []
-    for each, value in table.items():
-        key = f"optimizer.{each}"
+    for name, value in table.items():
+        key = f"optimizer.{name}"
         label = settings.label(key)
         known = [*transformations(), *KEYS]
-        function = _function(settings, label, each, known, "is no optimizer or transformation of optax")
+        function = _function(settings, label, name, known, "is no optimizer or transformation of optax")
         first = next(iter(parameters_of(function)), "it")
         arguments = {} if value is None else dict(value) if isinstance(value, Mapping) else {first: value}
-        links.append(_Link(each, key, label, function, arguments))
+        links.append(_Link(name, key, label, function, arguments))
     rates = [link for link in links if "learning_rate" in link.takes]
     if len(rates) > 1:
         one, other = rates[:2]
@@ -118,7 +119,7 @@ def _links(settings: Settings, table: dict[str, Any]) -> list[_Link]:
 def check_numbers(
     settings: Settings, key: str, arguments: Mapping[str, Any], takes: Mapping[str, inspect.Parameter]
 ) -> None:
-    """Raise an error for text where a function takes a number: its default is one, or its name says so."""
+    """Raise an error for text given for a number, known by the parameter's default or its name."""
     for argument, value in arguments.items():
         default = NUMBERS.get(argument, takes[argument].default if argument in takes else None)
         if isinstance(default, (int, float)) and isinstance(value, (str, list, Mapping)):
@@ -146,7 +147,7 @@ def _function(
 
 
 def _set_rate(settings: Settings, links: list[_Link], schedule: object) -> tuple[Any, str, float | None]:
-    """Give the optimizer its learning rate, and return it with the key that says the highest, and that."""
+    """Set the optimizer's learning rate; return the rate, the key of its maximum, and the maximum."""
     link = next((link for link in links if "learning_rate" in link.takes), None)
     if link is None and schedule is None:
         return None, "optimizer", None
@@ -167,7 +168,7 @@ def _set_rate(settings: Settings, links: list[_Link], schedule: object) -> tuple
 
 
 def _scheduled(settings: Settings, schedule: Any, given: Any, rate_key: str) -> tuple[Any, str, float | None]:
-    """Build a schedule. Its `peak` is the learning rate beside it, and its `steps` are those of the run, unless said."""
+    """Build a schedule; by default `peak` is the optimizer's learning rate and `steps` the run's steps."""
     label = settings.label("optimizer.schedule")
     table = {schedule: {}} if isinstance(schedule, str) else schedule
     if len(table) != 1:
@@ -221,7 +222,7 @@ def _set_mask(label: str, links: list[_Link], globs: list[Glob]) -> None:
 
 @functools.cache
 def transformations() -> tuple[str, ...]:
-    """List what optax makes transformations by."""
+    """List the names of optax's functions with a transformation as result."""
     public = (
         (name, value) for name, value in vars(optax).items() if not name.startswith("_") and inspect.isfunction(value)
     )
@@ -230,12 +231,12 @@ def transformations() -> tuple[str, ...]:
 
 @functools.cache
 def optimizers() -> tuple[str, ...]:
-    """List the optimizers of optax: functions of a learning rate. Those that need more than gradients are not among them."""
-    found = (name for name in transformations() if "learning_rate" in parameters_of(getattr(optax, name)))
-    return tuple(name for name in found if not name.startswith("scale_by_") and name != "lbfgs")
+    """List the names of optax's optimizers, except lbfgs: it needs more than gradients."""
+    names = (name for name in transformations() if "learning_rate" in parameters_of(getattr(optax, name)))
+    return tuple(name for name in names if not name.startswith("scale_by_") and name != "lbfgs")
 
 
-# -- learning rates over a run, by short words --
+# -- schedules of the learning rate --
 
 
 def constant(peak: float) -> Schedule:
@@ -244,7 +245,7 @@ def constant(peak: float) -> Schedule:
 
 
 def linear(peak: float, steps: int, end: float = 0.0) -> Schedule:
-    """Fall from `peak` to `end` in a line."""
+    """Fall linearly from `peak` to `end`."""
     return optax.linear_schedule(peak, end, steps)
 
 
@@ -259,7 +260,7 @@ def warmup_constant(peak: float, warmup: int) -> Schedule:
 
 
 def warmup_linear(peak: float, warmup: int, steps: int, end: float = 0.0) -> Schedule:
-    """Rise from 0 to `peak` in `warmup` of `steps` steps, and fall to `end` in a line."""
+    """Rise from 0 to `peak` in `warmup` of `steps` steps, and fall linearly to `end`."""
     return optax.join_schedules([warmup_constant(peak, warmup), linear(peak, steps - warmup, end)], [warmup])
 
 
@@ -269,7 +270,7 @@ def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Sch
 
 
 def warmup_stable_decay(peak: float, warmup: int, decay: int, steps: int, end: float = 0.0) -> Schedule:
-    """Rise from 0 to `peak` in `warmup` of `steps` steps, stay, and fall to `end` in a line in the last `decay`."""
+    """Rise from 0 to `peak` in `warmup` of `steps` steps, stay, and fall linearly to `end` in the last `decay`."""
     parts = [warmup_constant(peak, warmup), constant(peak), linear(peak, decay, end)]
     return optax.join_schedules(parts, [warmup, steps - decay])
 

@@ -1,4 +1,4 @@
-"""Clip gradients by the norm of all of them together, wherever they lie."""
+"""Gradient clipping by the global norm, for sharded gradients."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from jshard.programs.provenance import scope
 
 
 def clip_by_global_norm(most: float) -> optax.GradientTransformation:
-    """Clip as `optax.clip_by_global_norm(most)`. On an explicit mesh each device adds up the squares of its own parts, and the
-    sums of all gradients that are split over the same mesh axes cross the wire as one number."""
+    """Clip as `optax.clip_by_global_norm(most)`. On an explicit mesh each device sums the squares
+    of its own shards. All gradients split over the same mesh axes share an all-reduce of a single
+    number."""
 
     def update(updates: object, state: object, params: object = None) -> tuple[Any, Any]:
         with scope(key="optimizer.clip"):
@@ -38,7 +39,7 @@ def _sum_of_squares(leaves: Sequence[jax.Array]) -> jax.Array:
 
 
 def _over(names: tuple[str, ...], mesh: jax.sharding.Mesh, alike: Sequence[jax.Array]) -> jax.Array:
-    """Add up the squares of arrays that are all split over these mesh axes."""
+    """Sum the squares of arrays split over the mesh axes `names`."""
 
     def own(*parts: jax.Array) -> jax.Array:
         total = jnp.stack([jnp.sum(jnp.square(x.astype(jnp.float32))) for x in parts]).sum()

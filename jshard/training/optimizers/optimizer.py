@@ -1,4 +1,4 @@
-"""`jshard.Optimizer`: any optax transformation, its state created and kept where its parameters are."""
+"""`jshard.Optimizer`: an optax transformation whose state is sharded like its parameters."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Axes = tuple[tuple[str, ...], ...]
 
 
 class Optimizer(nnx.Optimizer):
-    """`nnx.Optimizer(model, tx, wrt=nnx.Param)` whose state lies as the parameters lie, or as `store` says of it.
+    """An `nnx.Optimizer(model, tx, wrt=nnx.Param)` with state sharded like the parameters, or by `store`.
 
-    optimizer = jshard.Optimizer(model, optax.adamw(1e-3))
-    optimizer.update(model, gradients)
+        optimizer = jshard.Optimizer(model, optax.adamw(1e-3))
+        optimizer.update(model, gradients)
 
-    Its `tx` is the optax transformation with that state, for a loop by optax alone: `optimizer.tx.init(parameters)`.
+    `optimizer.tx` is the optax transformation with sharded state, for a loop by optax alone: `optimizer.tx.init(parameters)`.
     """
 
     @boundary
@@ -46,7 +46,7 @@ class Optimizer(nnx.Optimizer):
             self.step.set_value(redistribute(self.step.get_value(), Layout(mesh())))
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> optax.Updates:
-        """Update `model` by its gradients; the ledger's phase of it is "update"."""
+        """Update `model` by its gradients, in the ledger's phase "update"."""
         with scope(phase="update"):
             return super().update(model, grads, **kwargs)
 
@@ -54,23 +54,21 @@ class Optimizer(nnx.Optimizer):
 def with_sharded_state(
     tx: optax.GradientTransformation, model: nnx.Module, wrt: Any = nnx.Param
 ) -> optax.GradientTransformation:
-    """Return `tx` with its state sharded by the parameters of `model`.
-
-    An array of the state that belongs to a parameter is split as the parameter is. Under a signal with `store: {optimizer:
-    data}` it is split over data too, although the parameter is whole: gradients are sliced, and the updates all-gathered.
-    """
+    """Return `tx` with its state sharded like the parameters of `model`. Under a signal with
+    `store: {optimizer: data}` the state is split over data too, although the parameter is whole:
+    gradients are sliced, and updates are all-gathered."""
     if configuration() is None:
         return tx
     if _is_on_workers(parameters := nnx.state(model, wrt)):
         return _beside(tx, parameters)
     at_rest, in_state, signals = _places(model, wrt)
-    found: dict[Any, _Update] = {}
+    analyses: dict[Any, _Update] = {}
 
     def full_update(params: object) -> _Update:
         tree = jax.tree.structure(params)
-        if tree not in found:
-            found[tree] = _Update.of(tx, params, in_state)
-        return found[tree]
+        if tree not in analyses:
+            analyses[tree] = _Update.of(tx, params, in_state)
+        return analyses[tree]
 
     def init(params: object) -> Any:
         leaves, tree = jax.tree.flatten(jax.eval_shape(tx.init, params))
@@ -86,7 +84,7 @@ def with_sharded_state(
         params = None if params is None else _bring(params, at_rest, in_state, signals, local)
         transform = optax.with_extra_args_support(tx).update
         if local and any(names for axes in in_state.values() for names in axes):
-            _check_elementwise(found.values(), transform, (updates, state, params), extra)
+            _check_elementwise(analyses.values(), transform, (updates, state, params), extra)
         state_axes = None if local else full_update(updates).state_axes
         updates, after = transform(updates, state, params, **extra)
         if state_axes is not None:
@@ -103,11 +101,13 @@ def _is_on_workers(parameters: object) -> bool:
 
 
 def _beside(tx: optax.GradientTransformation, parameters: Any) -> optax.GradientTransformation:
-    """Wrap `tx` for parameters on slices of the mesh: its state is created where each parameter is, and gradients are brought
-    there from where a `backward` has left them."""
+    """Wrap `tx` for parameters on slices of the mesh. The state is created on each parameter's
+    devices, and gradients are moved there from the devices of a `backward`."""
     layouts = {keys_of(path): Layout.of(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(parameters)[0]}
     homes = homes_of(jax.tree.leaves(parameters), mesh())
-    if len(homes) > 1:  # optax compiles parts of an update for all parameters at once, which no program does here
+    if (
+        len(homes) > 1
+    ):  # optax compiles parts of an update for all parameters at once; a program has a single device set
         like = jax.eval_shape(lambda: jax.tree.map(jnp.zeros_like, parameters))
         reduction = _first_reduction(jax.make_jaxpr(tx.update)(like, jax.eval_shape(tx.init, like), like).jaxpr)
         if reduction is not None:
@@ -130,7 +130,7 @@ def _beside(tx: optax.GradientTransformation, parameters: Any) -> optax.Gradient
 
 
 def _on(layouts: dict[Path, Layout | None], home: Any, tree: object) -> Any:
-    """Mark the leaves that belong to parameters on `home`."""
+    """Return a mask of the leaves of parameters on `home`."""
 
     def is_here(path: Path, _: object) -> bool:
         layout = layouts.get(keys_of(path))
@@ -142,8 +142,7 @@ def _on(layouts: dict[Path, Layout | None], home: Any, tree: object) -> Any:
 def _places(
     model: nnx.Module, wrt: Any
 ) -> tuple[dict[Path, Axes], dict[Path, Axes], dict[Path, tuple[str, ...]]]:  # fmt: skip
-    """Find for each parameter how it is sharded, how its optimizer state is, and its signal where `store: {optimizer: ...}`
-    makes the two differ."""
+    """Return each parameter's axes, its state's axes, and its signal where `store: {optimizer: ...}` makes them differ."""
     at_rest: dict[Path, Axes] = {}
     in_state: dict[Path, Axes] = {}
     signals: dict[Path, tuple[str, ...]] = {}
@@ -161,7 +160,8 @@ def _places(
 def _bring(
     tree: object, source: dict[Path, Axes], target: dict[Path, Axes], signals: dict[Path, tuple[str, ...]], local: bool
 ) -> Any:
-    """Move every leaf whose two layouts differ, by collectives that name its signal, in global view or inside shard_map."""
+    """Redistribute every leaf from its `source` to its `target` axes, under its signal's scope.
+    `local` is True inside a shard_map."""
 
     def bring(path: Path, leaf: jax.Array) -> Any:
         here, there = source.get(keys_of(path)), target.get(keys_of(path))
@@ -177,8 +177,9 @@ def _bring(
 
 @dataclasses.dataclass(frozen=True)
 class _Update:
-    """What one update does to whole arrays, found by types on an explicit mesh: where the state lies that it hands on when
-    parameters and gradients lie as the state shall, and the first reduction in it."""
+    """The analysis of an update by sharding types: the axes of the new state, and the first
+    reduction. It is traced on an explicit mesh, with parameters and gradients sharded like the
+    state."""
 
     state_axes: list[Axes]
     reduction: str | None
@@ -197,7 +198,7 @@ class _Update:
                 state = jax.eval_shape(tx.init, like)
                 program = jax.make_jaxpr(tx.update)(like, state, like).jaxpr
             except Exception as error:
-                if type(error).__name__ != "ShardingTypeError":  # JAX keeps the class to itself
+                if type(error).__name__ != "ShardingTypeError":  # JAX does not export the class
                     raise
                 raise _mixes_parts(like) from None
         after = program.outvars[len(program.outvars) - len(jax.tree.leaves(state)) :]
@@ -205,10 +206,9 @@ class _Update:
 
 
 def _mixes_parts(params: object) -> JShardError:
-    """Make the error for an optimizer whose sums and products go through whole parameters in ways that no split one can
-    take."""
+    """Return the error for an optimizer with products over a split parameter."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    for path, leaf in sorted(leaves, key=lambda each: -each[1].ndim):
+    for path, leaf in sorted(leaves, key=lambda item: -item[1].ndim):
         if split := [name for names in _axes_of_type(leaf) for name in names]:
             axes = " and ".join(f'"{name}"' for name in split)
             return JShardError(
@@ -226,7 +226,7 @@ def _axes_of_type(aval: Any) -> Axes:
 
 
 def _check_elementwise(known: Iterable[_Update], transform: Any, operands: Any, extra: dict[str, Any]) -> None:
-    """Raise an error inside a shard_map, where an optimizer that sums over a parameter would sum over its shard."""
+    """Raise an error inside a shard_map for an optimizer with reductions: each would see only a shard."""
     reductions = [update.reduction for update in known]
     if not reductions:
         reductions = [_first_reduction(jax.make_jaxpr(lambda *each: transform(*each, **extra))(*operands).jaxpr)]

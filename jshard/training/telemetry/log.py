@@ -1,8 +1,8 @@
-"""A log of what ran: one file of JSON lines for each process, written beside the program by a thread.
+"""The log of a run: a file of JSON lines for each process, written by a thread.
 
-runs/digits/log/rank-0003.jsonl     how it begins, what each step of its program runs, each step, what is moved and saved
+runs/digits/log/rank-0003.jsonl     process facts, collectives of the program, each step, each transfer and save
 
-Each line is an event of `jshard.runs.events` with its time. `jshard.training.log_reader` reads all processes' files as one.
+Each line is an event of `jshard.runs.events` with its time. `jshard.training.log_reader` merges the files of all processes.
 """
 
 from __future__ import annotations
@@ -36,35 +36,36 @@ from jshard.training.telemetry.metrics import written
 from jshard.version import versions
 
 SCHEMA = "jshard.log/1"
-BEAT = 0.2  # seconds between two looks of the thread
-WAITS = 5.0  # seconds after which a step that is not done is a line of its own
+BEAT = 0.2  # seconds between two writes of the thread
+WAITS = 5.0  # seconds after which an unfinished step gets a line "waits"
 encoded = json.JSONEncoder(default=str).encode
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def log(folder: str | os.PathLike[str], *, goes_on: bool = False) -> Log:
-    """Open the log of a loop of one's own, in a file of this process in `folder`; with `goes_on` behind what is there.
+    """Open the log of your own training loop, in this process's file in `folder`; `goes_on` appends to the file.
 
         with jshard.log("runs/mine/log") as log:
             log.program(step, model, optimizer, x, y)     # every collective of a step, by its YAML line
             for number in range(1, 101):
                 log.step(number, loss=step(model, optimizer, x, y), examples=64)
 
-    A step costs about a microsecond; its loss is not waited for. Whatever is moved or loaded meanwhile is a line too.
+    A call of `step` costs about a microsecond and does not wait for the loss. Transfers and loaded configurations are
+    logged too.
     """
-    made = Log(Path(folder), label=f"jshard.log writes to {os.fspath(folder)}, which", goes_on=goes_on)
+    log = Log(Path(folder), label=f"jshard.log writes to {os.fspath(folder)}, which", goes_on=goes_on)
     events.tell("begin", **facts())
-    return made
+    return log
 
 
 class Log:
-    """Hears every event until it is closed. What fills the disk ends the log, and not the program."""
+    """A listener that writes every event until it is closed. A full disk ends the log, not the program."""
 
     def __init__(self, folder: Path, *, label: str, goes_on: bool):
         self.path = path_of(folder, jax.process_index())
         self.file = _opened(folder, self.path, label, goes_on=goes_on)
         self.heard: collections.deque[dict[str, Any]] = collections.deque()
-        self.pending: collections.deque[dict[str, Any]] = collections.deque()  # steps whose loss is not there yet
+        self.pending: collections.deque[dict[str, Any]] = collections.deque()  # steps without a computed loss
         self.at, self.since, self.waits_for = 0, time.perf_counter(), 0
         self.awake, self.over = threading.Event(), False
         self.thread = threading.Thread(target=self._write, daemon=True, name="jshard log")
@@ -73,7 +74,7 @@ class Log:
         atexit.register(self.close)
 
     def hear(self, what: str, fields: Mapping[str, Any]) -> None:
-        """Note an event, and no more: this runs on the thread of the program."""
+        """Queue an event; this runs on the program's thread, so it does nothing else."""
         if what == "step":
             self.at = fields["step"]
         step = fields.get("step", self.at)
@@ -81,16 +82,16 @@ class Log:
         if what != "step":
             self.awake.set()
 
-    # -- for a loop of one's own --
+    # -- for the user's own loop --
 
     def program(self, f: Callable[..., Any], *args: Any, name: str = "step", **kwargs: Any) -> Ledger:
-        """Log every collective of `f(*args)`, as `jshard.explain` finds it, each a line; runs nothing."""
+        """Log every collective of `f(*args)`, as listed by `jshard.explain`, without running `f`."""
         ledger = explain(f, *args, **kwargs)
         tell_program(name, ledger)
         return ledger
 
     def step(self, number: int, *, loss: object = None, examples: int | None = None, **more: object) -> None:
-        """Log that this step is dispatched; its loss need not be there yet."""
+        """Log a dispatched step; its loss need not be computed yet."""
         now = time.perf_counter()
         seconds, self.since = now - self.since, now
         rate = {} if examples is None else {"examples_per_second": examples / seconds if seconds else 0.0}
@@ -104,7 +105,7 @@ class Log:
         self.close()
 
     def close(self) -> None:
-        """Write everything that was heard, and nothing that comes later."""
+        """Write all queued events and stop listening."""
         atexit.unregister(self.close)
         if self.over:
             return
@@ -124,7 +125,7 @@ class Log:
             self._drain()
 
     def _drain(self, *, all_of_it: bool = False) -> None:
-        """Write what was heard. A step is written once its loss is there, so none is waited for."""
+        """Write the queued events. A step is written once its loss is computed, so this never waits for a device."""
         lines: list[dict[str, Any]] = []
         while self.heard:
             line = self.heard.popleft()
@@ -149,14 +150,14 @@ class Log:
             self.file.flush()
         except OSError as error:
             self.deafen()
-            with contextlib.suppress(OSError):  # it tries to write what it still holds
+            with contextlib.suppress(OSError):  # closing tries to write the buffer again
                 self.file.close()
             fault = f"the log {self.path} ends here, as it can't be written to: {reason(error)}"
             print(fault, file=sys.stderr, flush=True)
 
 
 def facts(**more: object) -> dict[str, Any]:
-    """Collect what a log begins with: where the process runs, versions, devices, its configuration and the digest of that."""
+    """Collect the first line of a log: host, process, versions, devices, mesh, and configuration with its digest."""
     present = active_config.configuration()
     devices = jax.devices()
     return {
@@ -176,7 +177,7 @@ def facts(**more: object) -> dict[str, Any]:
 
 
 def tell_program(name: str, ledger: Ledger) -> None:
-    """Tell an event for the program, and one for each line of its ledger."""
+    """Report an event for the program, and an event for each line of its ledger."""
     if events.listeners:
         events.tell("program", program=name, collectives=ledger.count, wire=ledger.total)
         for line in ledger:
@@ -185,7 +186,7 @@ def tell_program(name: str, ledger: Ledger) -> None:
 
 
 def how(error: BaseException | None) -> str:
-    """Say how something ended, in a line."""
+    """Return in a line how a run ended: finished, SIGTERM, Ctrl-C or an error."""
     if error is None:
         return "finished"
     if isinstance(error, (KeyboardInterrupt, Preempted)):
@@ -195,7 +196,7 @@ def how(error: BaseException | None) -> str:
 
 
 def _opened(folder: Path, path: Path, label: str, *, goes_on: bool) -> TextIO:
-    """Open the file to append to. A last line that was cut off is closed; what an earlier run of more processes left goes."""
+    """Open the file to append to, after ending a cut-off last line and removing files of an earlier, larger run."""
     with refused(f"{label} can't be written to", hint="name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         if not goes_on and jax.process_index() == 0:
@@ -223,23 +224,23 @@ def _loss(loss: Any) -> dict[str, Any]:
         return {"loss": None, "done": False}
     try:
         return {"loss": float(loss)}
-    except Exception as error:  # the program gets it too, where it asks for this loss
+    except Exception as error:  # the program raises it too, when it reads this loss
         return {"loss": None, "fault": how(error)}
 
 
 def memory() -> dict[str, int]:
-    """Count the bytes that this process holds, and bytes in use on the fullest of its devices where the backend tells."""
+    """Return the bytes of host memory of this process, and the bytes in use on its fullest device, if known."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             held = {"rss": int(file.read().split()[1]) * PAGE}
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         held = {}
     used = [stats["bytes_in_use"] for device in jax.local_devices() if (stats := device.memory_stats())]
     return {**held, "device_memory": max(used)} if used else held
 
 
 def _plain(value: Any) -> Any:
-    """Convert to what JSON has: numbers that are none become words, and seconds microseconds at the finest."""
+    """Convert a value for JSON: NaN and infinities become words, and floats have at most six decimals."""
     if type(value) is float:
         return round(value, 6) if math.isfinite(value) else str(value)
     if type(value) is dict:

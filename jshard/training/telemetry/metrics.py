@@ -1,4 +1,4 @@
-"""What an experiment leaves in its output folder: the configuration it ran with, and its figures as lines of JSON."""
+"""The record of an experiment in its output folder: the configuration, and the figures as lines of JSON."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ TENSORBOARD = "tensorboard"  # in the output folder
 
 
 class Record:
-    """`write(step=10, loss=0.3)` appends to `metrics.jsonl`, which holds the figures of the first `done` steps if some are
-    done, and to a file for TensorBoard if it is asked for; with no folder nothing is written."""
+    """A writer of figures: `write(step=10, loss=0.3)` appends to `metrics.jsonl`, and to
+    TensorBoard's file if `tensorboard`. A resumed run keeps the figures of its first `done` steps.
+    Without a folder nothing is written."""
 
     def __init__(
         self, folder: str | None, configuration: Configuration, done: int = 0, *, tensorboard: bool = False
     ):  # fmt: skip
         self.metrics: Path | None = None
         self.board: Any = None
-        self.kept: dict[str, float] = {}  # the figures of step `done` that are there already
+        self.kept: dict[str, float] = {}  # the figures of step `done` from the earlier run
         if folder is None:
             return
         place = configuration.train_places["output"]
@@ -60,7 +61,7 @@ class Record:
 
 
 def _put(path: Path, text: str) -> None:
-    """Write a file in place of the one that is there: a process that is killed meanwhile leaves one of the two."""
+    """Replace a file atomically: a process killed meanwhile leaves the old or the new text."""
     path.with_suffix(".new").write_text(text)
     path.with_suffix(".new").replace(path)
 
@@ -77,7 +78,7 @@ def _board_writer(place: Location) -> Any:
 
 
 def _until(step: int, metrics: Path) -> list[dict[str, float]]:
-    """Keep the lines up to a step. The last may have been cut off, which is no reason to stop."""
+    """Return the lines up to a step; cut-off lines are dropped."""
     kept = []
     for text in metrics.read_text().splitlines():
         with contextlib.suppress(ValueError):
@@ -86,7 +87,7 @@ def _until(step: int, metrics: Path) -> list[dict[str, float]]:
 
 
 def written(configuration: Configuration) -> str:
-    """Write the configuration as one YAML text: includes, `extends` and the command line's changes are in it."""
+    """Return the configuration as a single YAML text, with includes, `extends` and command-line changes resolved."""
     jshard: dict[str, Any] = {"axis_types": configuration.axis_types, "strict": configuration.strict}
     if configuration.mesh is not None and configuration.mesh.places:
         sizes = zip(configuration.mesh.names, configuration.mesh.sizes, strict=True)
@@ -105,7 +106,7 @@ def written(configuration: Configuration) -> str:
 
 
 def _keys(signal: Signal) -> dict[str, Any]:
-    """List the keys that a signal says."""
+    """Return the YAML keys of a signal."""
     says = changed(signal).items()
     keys = {name: yaml_value(value) for name, value in says if name not in ("name", "place", "places")}
     if "store_optimizer" in keys:
@@ -127,14 +128,14 @@ def _keys(signal: Signal) -> dict[str, Any]:
 
 
 def yaml_value(value: object) -> Any:
-    """Convert mappings, tuples and dataclasses to what YAML can hold; absent keys are left out."""
+    """Convert mappings, tuples and dataclasses for YAML; absent keys are omitted."""
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {
-            name: yaml_value(each)
-            for name, each in fields.items()
-            if each is not None and each is not False and each != ()
+            name: yaml_value(part)
+            for name, part in fields.items()
+            if part is not None and part is not False and part != ()
         }
     if isinstance(value, Mapping):
-        return {key: yaml_value(each) for key, each in value.items()}
-    return [yaml_value(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: yaml_value(part) for key, part in value.items()}
+    return [yaml_value(part) for part in value] if isinstance(value, (list, tuple)) else value

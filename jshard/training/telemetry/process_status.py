@@ -1,4 +1,4 @@
-"""How the processes of a run stand, from their logs: a row for each, and why one of them is a straggler."""
+"""The status of a run's processes, from their logs: a row for each, with reasons for stragglers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 from jshard.printing.units import perplexity
 from jshard.training.log_reader import Logs, Rank
 
-LATEST = 20  # steps that speed is told of
-BEHIND = 20  # steps: the loop sends out at most 16 that are not done
-SILENT = 10.0  # seconds without a line, or ten steps where these are longer
-SLOW = 2.0  # times as late as the process in the middle
-MATTERS = 0.25  # part of a step that the others must wait for it
+LATEST = 20  # steps for the mean of the speed
+BEHIND = 20  # steps behind the others; the loop dispatches at most 16 unfinished steps
+SILENT = 10.0  # seconds without a line, or the time of ten steps if that is longer
+SLOW = 2.0  # times the median of the others
+MATTERS = 0.25  # of a step, the least time that the others wait for a straggler
 
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """One rank. None where nothing is known; `seen` is seconds ago, `why` what makes it a straggler."""
+    """The status of a rank; None means unknown. `seen` is the age of its last line in seconds, and
+    `why` lists the reasons if it is a straggler."""
 
     rank: int
     host: str = ""
     pid: int | None = None
     state: str = "no log"
     step: int | None = None
-    steps: int | None = None  # how many there will be
+    steps: int | None = None  # of the whole run
     steps_per_second: float | None = None
     loss: float | str | None = None
     perplexity: float | None = None
@@ -43,7 +44,7 @@ class Standing:
 
 
 def standings(logs: Logs, now: float) -> list[Standing]:
-    """Make a row for each rank, those without a file too. `now` is the wall clock's time."""
+    """Return a row for each rank, with or without a log, at the wall clock's time `now`."""
     pace = {number: _Pace.of(rank) for number, rank in logs.ranks.items()}
     rows = [_row(rank, pace[number], now) for number, rank in sorted(logs.ranks.items())]
     rows = [dataclasses.replace(row, why=tuple(_why(row, rows, pace))) for row in rows]
@@ -53,20 +54,21 @@ def standings(logs: Logs, now: float) -> list[Standing]:
 
 @dataclasses.dataclass(frozen=True)
 class _Pace:
-    """What the latest steps took: seconds between them, and seconds of each that the process waited for its data."""
+    """The mean seconds of the latest steps, and of each step's wait for data."""
 
     step: float | None
     fed: float
 
     @classmethod
     def of(cls, rank: Rank) -> _Pace:
-        compiled = len(rank.of("compiled")[:1])  # as many of the first steps took their time for that
+        compiled = len(rank.of("compiled")[:1])  # the first step includes the compilation
         steady = rank.of("step")[compiled:][-LATEST:]
         return cls(_mean(steady, "seconds"), _mean(steady, "fed")) if steady else cls(None, 0.0)
 
 
 def _mean(lines: Sequence[dict[str, Any]], key: str) -> float:
-    """Average, as steps are sent out by several and then waited for: the middle one of them may have taken no time."""
+    """Return the mean of a figure. The median would mislead: the loop dispatches several steps and
+    then waits, so that a typical step may take no time."""
     return statistics.fmean(float(line[key]) if isinstance(line.get(key), (int, float)) else 0.0 for line in lines)
 
 
@@ -120,9 +122,9 @@ def _why(row: Standing, rows: Sequence[Standing], pace: dict[int, _Pace]) -> Ite
     silent = max(SILENT, 10 * (mine.step or 0.0))
     if row.seen is not None and row.seen > silent and row.state != "compiling":
         yield f"silent for {row.seen:.0f} s"
-    others = [each for rank, each in pace.items() if rank != row.rank and each.step]
+    others = [other for rank, other in pace.items() if rank != row.rank and other.step]
     if mine.step and others:
-        steps, feds = [each.step or 0.0 for each in others], [each.fed for each in others]
+        steps, feds = [other.step or 0.0 for other in others], [other.fed for other in others]
         if is_slow(mine.step, steps, mine.step):
             yield f"slow: {mine.step / statistics.median(steps):.1f}x the median step of the others"
         if is_slow(mine.fed, feds, mine.step):
@@ -133,6 +135,6 @@ def _why(row: Standing, rows: Sequence[Standing], pace: dict[int, _Pace]) -> Ite
 
 
 def is_slow(late: float, others: Sequence[float], took: float) -> bool:
-    """Whether who is `late` seconds in each step of `took` holds up the others, which are so late."""
+    """Return True if a delay of `late` seconds in a step of `took` holds up the others, given their delays."""
     middle = statistics.median(others)
     return late > 0 and late >= SLOW * middle and late - middle >= MATTERS * took

@@ -1,4 +1,4 @@
-"""How far training is: a bar with loss and examples a second on a terminal, a line now and then elsewhere."""
+"""The progress of training: a bar with loss and speed on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     import jax
 
 Figures = Callable[[int, float, float], Mapping[str, float]]  # of a step, its loss and steps per second
-REDRAW = 0.25  # seconds; reading a loss waits for its step, so it is not done at each
+REDRAW = 0.25  # seconds; reading a loss waits for its step, so not every step is shown
 
 
 class Rate:
-    """Steps a second from one reading to the next."""
+    """Steps per second since the last reading."""
 
     def __init__(self) -> None:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Count from here: what passed until now, compiling or evaluating, is no training."""
+        """Restart the count, to leave out compilation or evaluation."""
         self.step, self.since = step, time.perf_counter()
 
     def read(self, step: int) -> float:
@@ -49,13 +49,13 @@ class Rate:
 
 
 class Bar:
-    """The bar; on anything but a terminal only what is said."""
+    """A progress bar; without a terminal, only the lines of `say` are printed."""
 
     def __init__(self, steps: int, console: Console | None = None):
         self.console = console or Console(highlight=False, soft_wrap=True)
         self.rate = Rate()
         columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}")
-        self.draws = self.console.is_terminal  # else each figure is a line
+        self.draws = self.console.is_terminal  # else figures are printed as lines
         self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not self.draws)
         self.task = self.bar.add_task("compiling", total=steps)
 
@@ -70,34 +70,34 @@ class Bar:
         self.bar.stop()
 
     def begin(self, step: int) -> None:
-        """Hear of each step before it is dispatched."""
+        """Do nothing; a subclass may act before each step is dispatched."""
 
     def show(self, step: int, loss: jax.Array, figures: Figures) -> None:
-        """Show each step once it is dispatched."""
+        """Redraw the bar after a step is dispatched, at most every `REDRAW` seconds."""
         if self.draws and self.rate.seconds > REDRAW:
             self.show_figures(step, figures(step, float(loss), self.rate.read(step)))
 
-    def show_figures(self, step: int, found: Mapping[str, float]) -> None:
-        """Show them in the bar, which says itself how much time is left."""
-        says = figures_in_words({name: figure for name, figure in found.items() if name != "seconds_left"})
+    def show_figures(self, step: int, figures: Mapping[str, float]) -> None:
+        """Show figures in the bar, without the time left: the bar has its own."""
+        says = figures_in_words({name: figure for name, figure in figures.items() if name != "seconds_left"})
         self.show_words(step, says)
 
     def show_words(self, step: int, says: str) -> None:
         self.bar.update(self.task, completed=step, description=says)
 
     def say(self, text: str) -> None:
-        """Print one line above the bar."""
+        """Print a line above the bar."""
         self.console.print(printable(text, keep="\n"))
 
 
 class LaunchBar(Bar):
-    """The one bar of several processes: drawn once the first has said how many steps there are."""
+    """The shared bar of several processes, drawn once the first process has reported the number of steps."""
 
     def __init__(self) -> None:
         super().__init__(0, Console(highlight=False, soft_wrap=True, markup=False))
 
     def update(self, facts: Mapping[str, Any]) -> None:
-        """Show what the first process says of itself."""
+        """Show the progress reported by the first process."""
         if facts.get("of"):
             says = facts["says"] or "compiling"
             self.bar.update(self.task, total=facts["of"], completed=facts["done"], description=says)
@@ -106,7 +106,7 @@ class LaunchBar(Bar):
 
 @contextlib.contextmanager
 def byte_bar(label: str, total: int, console: Console | None = None) -> Iterator[Callable[[int], None]]:
-    """Draw how many bytes are done, on a terminal and while it goes on; on nothing else."""
+    """Draw a bar of finished bytes while the context is open, on a terminal only."""
     console = console or Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
     with Progress(
@@ -117,16 +117,16 @@ def byte_bar(label: str, total: int, console: Console | None = None) -> Iterator
 
 
 def silent() -> Console:
-    """Make a console that nobody reads."""
+    """Return a console without output."""
     return Console(quiet=True, force_terminal=False)
 
 
 def in_words(evaluated: Mapping[str, float]) -> list[str]:
-    """Write each figure of an evaluation, the accuracy last."""
+    """Format each figure of an evaluation, the accuracy last."""
     forms = {"test_accuracy": "test accuracy {:.1%}", "test_loss": "test loss {:.4f}"}
-    named = {name: each for name, each in evaluated.items() if name.startswith("test_")}
-    words = (forms.get(name, name.replace("_", " ") + " {:.4g}").format(each) for name, each in named.items())
-    return [each.replace("%", " %") for each in words]
+    named = {name: figure for name, figure in evaluated.items() if name.startswith("test_")}
+    words = (forms.get(name, name.replace("_", " ") + " {:.4g}").format(figure) for name, figure in named.items())
+    return [word.replace("%", " %") for word in words]
 
 
 FORMS: Mapping[str, Callable[[float], str]] = {
@@ -141,9 +141,9 @@ FORMS: Mapping[str, Callable[[float], str]] = {
 }
 
 
-def figures_in_words(found: Mapping[str, float]) -> str:
-    """Write the figures of a step on one line; tokens say how many examples there are."""
-    told = {name: figure for name, figure in found.items() if name in FORMS}
-    if "tokens_per_second" in told:
-        del told["examples_per_second"]
-    return "   ".join(FORMS[name](figure) for name, figure in told.items())
+def figures_in_words(figures: Mapping[str, float]) -> str:
+    """Format the figures of a step as a line, with tokens per second in place of examples if known."""
+    shown = {name: figure for name, figure in figures.items() if name in FORMS}
+    if "tokens_per_second" in shown:
+        del shown["examples_per_second"]
+    return "   ".join(FORMS[name](figure) for name, figure in shown.items())

@@ -1,4 +1,4 @@
-"""Tensors of files: what a file says that it has, what is seen of it, and which parameter that becomes."""
+"""Tensors in weight files: the file format, views of tensors, and their assignment to parameters."""
 
 from jshard.training.checkpoints.tensors.rename import Renaming as Renaming
 from jshard.training.checkpoints.tensors.safetensors import FileTensor as FileTensor

@@ -1,4 +1,4 @@
-"""Which tensor of a file fills which parameter of a model; all that is wrong with it is one error."""
+"""The assignment of a file's tensors to a model's parameters, with all faults in a single error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jshard.training.checkpoints.tensors.view import Impossible, Tensor, View
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """An array of the model, or the shape of one. What is not `required`, as a cache, may be filled."""
+    """An array of the model, or its shape. A leaf not `required`, such as a cache, may stay unfilled."""
 
     path: str
     value: Any
@@ -36,28 +36,28 @@ class Leaf:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody has said where it goes."""
+        """True if the leaf has no sharding, so that JAX chooses the device."""
         if isinstance(self.value, jax.Array):
             return not self.value.committed
         return getattr(self.value, "sharding", None) is None
 
     @property
     def boxes(self) -> dict[Box, list[Any]]:
-        """The parts of this process, each once, with the devices that hold it; None stands for JAX's choice."""
+        """The distinct shards of this process, with the devices of each; None stands for JAX's choice."""
         if self.is_free:
             return {tuple((0, size) for size in self.value.shape): [None]}
-        found: dict[Box, list[Any]] = {}
+        devices: dict[Box, list[Any]] = {}
         for device, box in boxes_of(self.value.sharding, self.value.shape).items():
             if device.process_index == jax.process_index():
-                found.setdefault(box, []).append(device)
-        return found
+                devices.setdefault(box, []).append(device)
+        return devices
 
     @property
     def bytes_here(self) -> int:
         return sum(math.prod(lengths(box)) for box in self.boxes) * self.value.dtype.itemsize
 
     def misplaced(self) -> Iterator[JShardError]:
-        """Say what keeps its parts from devices."""
+        """Yield an error if the sharding names no devices of this run."""
         sharding = getattr(self.value, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
             yield JShardError(f"{self} lies on a mesh without its devices", hint="give it a mesh of devices")
@@ -67,12 +67,12 @@ class Leaf:
 
 
 def leaves_of(model: object) -> list[Leaf]:
-    """The parameters of an NNX module, and other variables, in the order of its state; or the arrays and numbers of a tree."""
+    """List the variables of an NNX module, in its state's order, or the arrays and numbers of a tree."""
     if not isinstance(model, nnx.Module):
         flat = jax.tree_util.tree_flatten_with_path(model)[0]
         numbers = [(path, jnp.asarray(x) if isinstance(x, int | float | complex) else x) for path, x in flat]
         return [Leaf(path_in_tree(path), x) for path, x in numbers if hasattr(x, "dtype")]
-    found, faults = [], []
+    leaves, faults = [], []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         name, value = slashed(path), variable.get_value()
         if isinstance(variable, nnx.RngState):
@@ -80,24 +80,24 @@ def leaves_of(model: object) -> list[Leaf]:
                 fault = f"{name} is random state without numbers, and a file of weights has none"
                 faults.append(JShardError(fault, hint=f"type nnx.reseed(model, {variable.tag}=0) before"))
         elif hasattr(value, "shape") and hasattr(value, "dtype"):
-            found.append(Leaf(name, value, isinstance(variable, (nnx.Param, nnx.BatchStat)), variable))
+            leaves.append(Leaf(name, value, isinstance(variable, (nnx.Param, nnx.BatchStat)), variable))
         elif isinstance(variable, nnx.Param):
             faults.append(JShardError(f"{name} holds {kind_of(value)}", hint="give each nnx.Param one array"))
     if faults:
         raise joined(faults)
-    return found
+    return leaves
 
 
 def path_in_tree(path: Sequence[Any]) -> str:
-    """Name a leaf; Linen's parameters as claims do, without `params`."""
+    """Return the path of a leaf with slashes; Linen's parameters lose `params`, as in claims."""
     words = words_of(path)
     return slashed(words[words[:1] == ["params"] :])
 
 
 @dataclasses.dataclass(frozen=True)
 class Fragment:
-    """A tensor, or a part of one, and the box of the parameter that it fills. `kept` says which axes of the box the tensor
-    has: a row of a stack lacks that of the stack."""
+    """A view of a tensor, and the box of the parameter filled by it. `kept` is False for the axes
+    of the box missing in the tensor: a row of a stack has no stack axis."""
 
     tensor: Any
     line: RenameLine
@@ -110,12 +110,12 @@ class Fragment:
         return f"{quoted(self.tensor.name)}{_by(self.line)}"
 
     def within(self, box: Box, part: np.ndarray) -> tuple[np.ndarray, Box] | None:
-        """What this piece fills of `part`, which is a `box` of the parameter, and which box of the view that is."""
+        """Return the overlap with `part`, a `box` of the parameter: an array view of `part`, and a box of the tensor."""
         both = overlap(self.box, box)
         if both is None:
             return None
         seen = [(a - c, b - c) for (a, b), (c, _), kept in zip(both, self.box, self.kept, strict=True) if kept]
-        view = part[(*index(both, box), ...)]  # of a number by itself too, of which part[()] would be a copy
+        view = part[(*index(both, box), ...)]  # the ellipsis makes a view of a scalar too: part[()] is a copy
         return view[(*(slice(None) if kept else 0 for kept in self.kept), ...)], tuple(seen)
 
 
@@ -123,12 +123,10 @@ def assign(
     tensors: Mapping[str, Any], leaves: Sequence[Leaf], renaming: Renaming, file: str, *, converts: bool,
     faults: Sequence[JShardError], writes: bool = False,
 ) -> dict[str, list[Fragment]]:  # fmt: skip
-    """The pieces that fill each parameter; what is wrong is raised together with `faults`. Where they are written, no number
-    of a tensor may come from two parameters."""
-    by_path, faults = (
-        {leaf.path: leaf for leaf in leaves},
-        [*faults, *(fault for leaf in leaves for fault in leaf.misplaced())],
-    )
+    """Return the fragments for each parameter; raise all faults together with `faults`. If
+    `writes`, two parameters must not share a number of a tensor."""
+    by_path = {leaf.path: leaf for leaf in leaves}
+    faults = [*faults, *(fault for leaf in leaves for fault in leaf.misplaced())]
     filled: dict[str, list[Fragment]] = {}
     unlike: dict[tuple[np.dtype, Any], list[Fragment]] = {}
     for line, name, taker in renaming.shadowed(tensors):
@@ -200,11 +198,11 @@ def _piece(
     return Fragment(tensor, line, target, view, box, tuple(kept))
 
 
-# -- what is wrong --
+# -- faults --
 
 
 def _mend(view: View, wanted: Sequence[int], line: RenameLine) -> str:
-    """What would make the shape fit."""
+    """Return a hint with the step to make the shape fit."""
     where = f"add to {line.place}" if line.place else "give rename=, a file with a line for it, and add there"
     if sorted(view.shape) == sorted(wanted) and len(set(wanted)) == len(wanted):
         return f"{where}: | permute {' '.join(str(view.shape.index(size)) for size in wanted)}"
@@ -225,7 +223,8 @@ def _unclaimed(tensor: Tensor, renaming: Renaming, by_path: Mapping[str, Leaf]) 
 
 
 def _not_once(tensor: Tensor, views: Sequence[tuple[RenameLine, View]], *, writes: bool) -> Iterator[JShardError]:
-    """Yield faults of lines that share numbers of a tensor, or leave some. Read, one line may take all that others share."""
+    """Yield an error if lines share numbers of a tensor, or omit some. For reading, lines may share
+    numbers if a line takes the whole tensor."""
     size = math.prod(tensor.shape)
     for (one, its), (other, own) in itertools.combinations(views, 2):
         if (writes or size not in (its.size, own.size)) and own.meets(its):
@@ -243,7 +242,8 @@ def _not_once(tensor: Tensor, views: Sequence[tuple[RenameLine, View]], *, write
 def _not_filled(
     leaf: Leaf, pieces: Sequence[Fragment] | None, renaming: Renaming, tensors: Mapping[str, Tensor], file: str
 ) -> Iterator[JShardError]:
-    """What of a parameter no tensor fills, or two do; nothing where a piece was faulty, and is told (`[]`)."""
+    """Yield an error if a parameter, or a part of it, is filled by no tensor or by two. Empty
+    `pieces` mean a fault reported already."""
     if pieces is None:
         close = nearest(leaf.path.replace("/", "."), tensors)
         where = f"write in {renaming.source}" if renaming.source else "give rename=, a file with the line"
@@ -277,7 +277,7 @@ def _by(line: RenameLine) -> str:
 
 
 def joined(faults: Sequence[JShardError]) -> JShardError:
-    """One error, in which sentences that differ by numbers alone, as those of layers do, are told once and counted."""
+    """Return an error with all faults; sentences different only in numbers, as of many layers, are counted."""
     alike: dict[str, list[str]] = {}
     for text in dict.fromkeys(text for fault in faults for text in fault.faults):
         alike.setdefault(re.sub(r"\d+", "0", text), []).append(text)

@@ -1,13 +1,13 @@
-"""Lines that say which parameter each tensor of a file becomes.
+"""Rename files: lines that map each tensor of a weight file to a parameter.
 
-# regex: path | what is done to it
+# regex: path | steps
 embeddings\\.word\\.weight:       embed/embedding
 layers\\.(\\d+)\\.q\\.weight:       layers/\\1/q/kernel | permute 1 0 | reshape 512 8 64
 layers\\.(\\d+)\\.norm\\.weight:    norms/scale[\\1]                           # one row of a stack
 layers\\.(\\d+)\\.qkv\\.weight:     layers/\\1/k/kernel | slice 0 512:640        # lines of one regex share the tensor
 .*\\.position_ids:               -                                          # not wanted
 
-The first line whose regex matches the whole name takes the tensor, and with it all lines of the very same regex.
+The first line whose regex matches the whole name takes the tensor, together with all lines of the same regex.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from jshard.errors import JShardError, Location, did_you_mean, quoted, refused
 from jshard.layouts.index_ranges import Box
 from jshard.training.checkpoints.tensors.view import Impossible, View
 
-STEPS = {  # the arguments of each, and an example
+STEPS = {  # step -> form of its arguments, example
     "permute": (r"\d+( \d+)*", "permute 1 0"),
     "reshape": (r"(\d+ )*(-1|\d+)( \d+)*", "reshape 32 -1"),
     "slice": (r"\d+ \d*:\d*", "slice 0 0:512"),
     "split": (r"\d+ \d+", "split 0 128"),
 }
 SKIP = "-"
-Region = tuple[int | slice, ...]  # of a parameter; axes that are not said are whole
+Region = tuple[int | slice, ...]  # of a parameter; further axes are whole
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterRegion:
-    """The path of a parameter, and the region of it that a tensor fills."""
+    """A region of a parameter, filled by a tensor."""
 
     path: str
     region: Region = ()
 
     def within(self, shape: Sequence[int]) -> tuple[Box, list[bool]]:
-        """The region in a parameter of this shape, and for each axis whether the tensor has it."""
+        """Return the region's box in a parameter of this shape, and for each axis True if the tensor has it."""
         if len(self.region) > len(shape):
             raise Impossible(f"fills {self}, and {self.path} has {len(shape)} axes")
         region = [*self.region, *[slice(0, None)] * (len(shape) - len(self.region))]
@@ -54,15 +54,15 @@ class ParameterRegion:
         return tuple(box), [not isinstance(part, int) for part in region]
 
     def __str__(self) -> str:
-        words = [str(each) if isinstance(each, int) else _bounds(each) for each in self.region]
+        words = [str(part) if isinstance(part, int) else _bounds(part) for part in self.region]
         return f"{self.path}[{', '.join(words)}]" if words else self.path
 
 
 @dataclasses.dataclass(frozen=True)
 class RenameLine:
-    place: Location | None  # None: of no file
+    place: Location | None  # None: not from a file
     pattern: re.Pattern[str]
-    target: str  # with \1 for what a group matched
+    target: str  # \1 stands for the text matched by group 1
     steps: tuple[tuple[str, tuple[Any, ...]], ...]
 
     @property
@@ -75,7 +75,7 @@ class RenameLine:
         return as_target(_GROUP.sub(lambda group: found[int(group[1])] or "", self.target))
 
     def view(self, shape: Sequence[int]) -> View:
-        """See a tensor of this shape as the line says."""
+        """Return the line's view of a tensor of this shape."""
         view = View.of(shape)
         for word, arguments in self.steps:
             view = getattr(view, word)(*arguments)
@@ -103,12 +103,12 @@ class Renaming:
         return cls(str(path), tuple(lines))
 
     def lines_of(self, name: str) -> Sequence[RenameLine]:
-        """The lines that take the tensor of this name: the first that matches, and those of the same regex."""
+        """Return the lines for the tensor of this name: the first match, and all lines of the same regex."""
         first = next((line for line in self.lines if line.pattern.fullmatch(name)), None)
         return [line for line in self.lines if first is not None and line.pattern.pattern == first.pattern.pattern]
 
     def shadowed(self, names: Iterable[str]) -> Iterator[tuple[RenameLine, str, RenameLine]]:
-        """Each line that gets nothing because lines before it take all that it matches, with one such name and who takes it."""
+        """Yield each line whose matches are all taken by earlier lines, with such a name and the line taking it."""
         takers = {name: self.lines_of(name) for name in names}
         for line in self.lines:
             matched = [name for name in takers if line.pattern.fullmatch(name)]
@@ -117,7 +117,7 @@ class Renaming:
 
 
 class Same(Renaming):
-    """No renaming: a tensor has the path of its parameter for a name, joined by slashes or dots."""
+    """The identity: a tensor's name is the path of its parameter, joined by slashes or dots."""
 
     def __init__(self, paths: Iterable[str]):
         super().__init__("", ())
@@ -144,7 +144,7 @@ def as_target(text: str) -> ParameterRegion:
 def _bound(word: str) -> int | slice:
     if ":" not in word:
         return int(word)
-    begin, end = (int(each) if each.strip() else None for each in word.split(":"))
+    begin, end = (int(bound) if bound.strip() else None for bound in word.split(":"))
     return slice(begin or 0, end)
 
 
@@ -156,27 +156,27 @@ def _line(place: Location, text: str) -> RenameLine:
     found = re.fullmatch(r"(.*?):\s+(.*)", text)
     if found is None:
         raise JShardError(f"{place} has {quoted(text)}, which is no line of a rename file", hint="write regex: path")
-    left, (right, *words) = found[1], (each.strip() for each in found[2].split("|"))
+    regex, (target, *steps) = found[1], (word.strip() for word in found[2].split("|"))
     try:
-        pattern = re.compile(left)
+        pattern = re.compile(regex)
     except re.error as error:
         raise JShardError(
-            f"{place} begins with {quoted(left)}, which is no regular expression: {error}",
+            f"{place} begins with {quoted(regex)}, which is no regular expression: {error}",
             hint=r"write letters as they are and \. for a dot",
         ) from None
-    groups = [int(each) for each in _GROUP.findall(right)]
+    groups = [int(number) for number in _GROUP.findall(target)]
     if groups and max(groups) > pattern.groups:
         raise JShardError(
-            f"{place} names \\{max(groups)}, and {quoted(left)} has {pattern.groups} groups",
+            f"{place} names \\{max(groups)}, and {quoted(regex)} has {pattern.groups} groups",
             hint="write (...) for each",
         )
     try:
-        as_target(_GROUP.sub("0", right))
+        as_target(_GROUP.sub("0", target))
     except ValueError as error:
         raise JShardError(
             f"{place} {error}", hint="write layers/0/kernel, or stack/kernel[0] or qkv[:, 0:512]"
         ) from None
-    return RenameLine(place, pattern, right, tuple(_step(place, each) for each in words))
+    return RenameLine(place, pattern, target, tuple(_step(place, step) for step in steps))
 
 
 def _step(place: Location, text: str) -> tuple[str, tuple[Any, ...]]:

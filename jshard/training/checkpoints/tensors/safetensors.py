@@ -1,8 +1,8 @@
-"""The format of safetensors: 8 bytes that say how long the header is, the header in JSON, and the tensors' bytes.
+"""The safetensors format: 8 bytes with the header's length, the header in JSON, and the tensors' bytes.
 
 {"__metadata__": {"format": "pt"}, "up.weight": {"dtype": "F32", "shape": [256, 784], "data_offsets": [0, 802816]}, ...}
 
-A part of a tensor is read by `pread` of the runs of bytes that it is made of, and of nothing else.
+A part of a tensor is read by `pread` of its runs of bytes only.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import numpy as np
 
 from jshard.errors import JShardError, quoted, refused
 
-# In the order of the library, which writes the last of them first.
+# In the order of the library, which writes tensors of the last dtype first.
 DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E8M0": ml_dtypes.float8_e8m0fnu, "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
     "I16": np.int16, "U16": np.uint16, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I32": np.int32, "U32": np.uint32,
     "F32": np.float32, "C64": np.complex64, "F64": np.float64, "I64": np.int64, "U64": np.uint64,
 }  # fmt: skip
-DTYPES = {word: np.dtype(each) for word, each in DTYPES.items()}
+DTYPES = {word: np.dtype(dtype) for word, dtype in DTYPES.items()}
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
-BLOCK = 2**20  # bytes of one read: larger ones take longer where axes are permuted, as they leave the cache
-SECTOR = 512  # bytes: a gap that is smaller is read over, as no disk reads less and a call costs more than the copy
-LONGEST = 100_000_000  # bytes of a header, as the library allows
+BLOCK = 2**20  # bytes of a read; larger blocks leave the cache, and permuting them is slower
+SECTOR = 512  # bytes; smaller gaps are read too, because a disk reads whole sectors and a call costs more than a copy
+LONGEST = 100_000_000  # bytes of a header, the library's limit
 
 
 @dataclasses.dataclass(frozen=True)
 class FileTensor:
-    """One tensor of a file: `at` is where its bytes begin in it."""
+    """A tensor of a file; its bytes begin at `at`."""
 
     name: str
     path: Path
@@ -53,7 +53,7 @@ class FileTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, out: np.ndarray, start: int, steps: Sequence[int]) -> int:
-        """Fill `out` with the numbers from `start` on that are `steps` apart. Returns how many bytes were read."""
+        """Fill `out` with the numbers from `start` on, `steps` apart; return the number of bytes read."""
         out, steps = self._falling(out, steps)
         at, count = self.at + start * self.dtype.itemsize, 0
         with refused(f"{self.path} can't be read", hint="make it readable"), open(self.path, "rb", buffering=0) as file:
@@ -71,7 +71,7 @@ class FileTensor:
         return count
 
     def write(self, file: int, data: np.ndarray, start: int, steps: Sequence[int]) -> int:
-        """Write `data` where `read` reads it. Returns how many bytes were written."""
+        """Write `data` to the bytes read by `read`; return the number of bytes written."""
         data, steps = self._falling(data, steps)
         for run in runs(data.shape, steps, self.dtype.itemsize, gap=0):
             block = np.ascontiguousarray(data[(*run.part, ...)], self.dtype).reshape(-1).view(np.uint8)
@@ -80,14 +80,14 @@ class FileTensor:
         return data.size * self.dtype.itemsize
 
     def _falling(self, array: np.ndarray, steps: Sequence[int]) -> tuple[np.ndarray, list[int]]:
-        """Order the axes from the longest step to the shortest; the steps in bytes."""
+        """Transpose the axes from the longest step to the shortest; return the steps in bytes too."""
         order = sorted(range(array.ndim), key=lambda axis: -steps[axis])
         return array.transpose(order), [steps[axis] * self.dtype.itemsize for axis in order]
 
 
 @dataclasses.dataclass(frozen=True)
 class ByteSpan:
-    """`span` bytes side by side from `start` on, `count` times, `step` apart; `part` is their index in the array."""
+    """Runs of `span` contiguous bytes from `start` on, `count` of them, `step` apart; `part` is their index in the array."""
 
     part: tuple[Any, ...]
     start: int
@@ -96,15 +96,15 @@ class ByteSpan:
     step: int = 0
 
     def pieces(self, block: np.ndarray) -> Iterator[tuple[int, memoryview]]:
-        """Where each of them begins, and its part of `block`."""
+        """Yield the start of each run, and its part of `block`."""
         view = memoryview(block.data)
         for at in range(self.count):
             yield self.start + at * self.step, view[at * self.span : (at + 1) * self.span]
 
 
 def runs(shape: Sequence[int], steps: Sequence[int], itemsize: int, *, gap: int) -> Iterator[ByteSpan]:
-    """What lies `steps` bytes apart, in runs of at most `BLOCK` bytes together and with no gap in them above `gap`. The steps
-    fall from axis to axis."""
+    """Yield the runs of a strided array, each of at most `BLOCK` bytes and without gaps above
+    `gap`. `steps` are the strides in bytes, and fall from axis to axis."""
     if 0 in shape:
         return
     spans, dense = [itemsize], [True]  # of the last axis, of the last two, ...
@@ -127,20 +127,20 @@ def runs(shape: Sequence[int], steps: Sequence[int], itemsize: int, *, gap: int)
                 yield dataclasses.replace(run, part=(at, *run.part), start=run.start + at * steps[0])
 
 
-def read_at(file: int, path: Path, left: memoryview, at: int) -> None:
+def read_at(file: int, path: Path, memory: memoryview, at: int) -> None:
     """Fill memory with the bytes of a file from `at` on."""
-    while left:
-        count = os.preadv(file, [left], at)
+    while memory:
+        count = os.preadv(file, [memory], at)
         if not count:
             raise JShardError(f"{path} ends at byte {at:,}, in the middle of a tensor", hint=f"fetch {path.name} again")
-        left, at = left[count:], at + count
+        memory, at = memory[count:], at + count
 
 
-def write_at(file: int, left: memoryview | bytes, at: int) -> None:
+def write_at(file: int, memory: memoryview | bytes, at: int) -> None:
     """Write memory to a file from `at` on."""
-    while left:
-        count = os.pwrite(file, left, at)
-        left, at = left[count:], at + count
+    while memory:
+        count = os.pwrite(file, memory, at)
+        memory, at = memory[count:], at + count
 
 
 # -- headers --
@@ -148,7 +148,7 @@ def write_at(file: int, left: memoryview | bytes, at: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """`text` is what the file begins with, its length too; `size` is that of the whole file."""
+    """The header of a file: `text` is its bytes with the length in front, `size` the size of the whole file."""
 
     path: Path
     text: bytes
@@ -157,8 +157,8 @@ class Header:
 
 
 def read_header(path: Path, cut_off: list[JShardError]) -> Header:
-    """Read what a file says that it holds; all that is wrong with it is one error. A file whose header is whole, and which has
-    not all the bytes that it names, is only a fault more in `cut_off`."""
+    """Read the header of a file, and raise all its faults in a single error. A file with a complete
+    header and too few bytes after it adds a fault to `cut_off` instead."""
     again = f"fetch {path.name} again"
     with refused(f"{path} can't be read", hint=f"fetch {path.name}"), path.open("rb") as file:
         there = os.fstat(file.fileno()).st_size
@@ -207,7 +207,7 @@ def read_header(path: Path, cut_off: list[JShardError]) -> Header:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """A JSON mapping with its names as they stand, also twice."""
+    """A JSON mapping as pairs, so that duplicate names are kept."""
 
 
 def _tensor(path: Path, name: str, entry: object, start: int) -> FileTensor:
@@ -217,22 +217,22 @@ def _tensor(path: Path, name: str, entry: object, start: int) -> FileTensor:
         raise ValueError("has no dtype, shape and data_offsets")
     if not isinstance(word, str) or word not in DTYPES:
         raise ValueError(f"has a dtype that jshard does not know, {quoted(str(word))}")
-    found = FileTensor(name, path, DTYPES[word], shape, start + offsets[0])
-    if offsets[1] - offsets[0] != found.nbytes:
-        taken = f"{offsets[1] - offsets[0]:,} bytes by its offsets and {found.nbytes:,} by its shape"
-        raise ValueError(f"takes {taken}, {found.dtype}{list(found.shape)}")
-    return found
+    tensor = FileTensor(name, path, DTYPES[word], shape, start + offsets[0])
+    if offsets[1] - offsets[0] != tensor.nbytes:
+        taken = f"{offsets[1] - offsets[0]:,} bytes by its offsets and {tensor.nbytes:,} by its shape"
+        raise ValueError(f"takes {taken}, {tensor.dtype}{list(tensor.shape)}")
+    return tensor
 
 
 def _counts(value: Any) -> tuple[int, ...] | None:
-    is_so = isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
-    return tuple(value) if is_so else None
+    are_counts = isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return tuple(value) if are_counts else None
 
 
 def new_header(
     path: Path, arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]], metadata: Mapping[str, str] | None
 ) -> Header:
-    """Lay out a new file, byte for byte as the library does: wide dtypes first, then by name."""
+    """Return the header of a new file, byte for byte equal to the library's: wide dtypes first, then by name."""
     words = list(DTYPES)
     order = sorted(arrays, key=lambda name: (-words.index(WORDS[arrays[name][1]]), name))
     entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
@@ -253,8 +253,8 @@ def new_header(
 
 
 def read_headers(path: Path, cut_off: list[JShardError]) -> list[Header]:
-    """Read the header of a file, or those of all files of a folder, by its index if it has one; all that is wrong with them
-    is one error, and what is cut off is added to `cut_off`."""
+    """Read the header of a file, or of all files in a folder, by its index if it has one. All
+    faults are raised in a single error; faults of cut-off files are added to `cut_off`."""
     index = index_of(path)
     named = None if index is None else _weight_map(index)
     parts = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
@@ -267,14 +267,14 @@ def read_headers(path: Path, cut_off: list[JShardError]) -> list[Header]:
     home: dict[str, Path] = {}
     for part in parts:
         try:
-            headers.append(found := read_header(part, cut_off))
+            headers.append(header := read_header(part, cut_off))
         except JShardError as error:
             faults.append(error)
             continue
-        for name in sorted(home.keys() & found.tensors.keys()):
+        for name in sorted(home.keys() & header.tensors.keys()):
             fault = f"{quoted(name)} is in {home[name].name} and in {part.name} of {path}"
             faults.append(JShardError(fault, hint="take one of the files away"))
-        home |= dict.fromkeys(found.tensors, part)
+        home |= dict.fromkeys(header.tensors, part)
     for name in sorted(named.keys() ^ home.keys()) if named and not faults else ():
         has = (
             f"does not name {quoted(name)}, which is there"
@@ -288,7 +288,7 @@ def read_headers(path: Path, cut_off: list[JShardError]) -> list[Header]:
 
 
 def index_of(path: Path) -> Path | None:
-    """The file that says which tensors the parts in a folder hold."""
+    """Return the index of a folder of safetensors, the file that maps tensors to files; None if it has none."""
     return next(iter(sorted(path.glob("*.safetensors.index.json"))), None)
 
 
@@ -300,11 +300,11 @@ def _weight_map(index: Path) -> dict[str, str]:
     with refused(f"{index} can't be read", hint="make it readable"):
         text = index.read_bytes()
     try:
-        found = json.loads(text)["weight_map"]
-        if not all(isinstance(part, str) and Path(part).name == part for part in found.values()):
+        weight_map = json.loads(text)["weight_map"]
+        if not all(isinstance(part, str) and Path(part).name == part for part in weight_map.values()):
             raise TypeError
     except (ValueError, KeyError, TypeError, AttributeError):
         raise JShardError(
             f'{index} is no index of safetensors: it has no "weight_map" of names and files', hint="fetch it again"
         ) from None
-    return found
+    return weight_map

@@ -1,4 +1,4 @@
-"""A tensor of a file seen through permute, reshape and slice: where the numbers lie that are seen, as numpy says it."""
+"""Views of a tensor in a file: the shape, strides and offset after permute, reshape and slice."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 
 from jshard.layouts.index_ranges import Box
 
-NOWHERE = 1 << 20  # the address of arrays that are never read
+NOWHERE = 1 << 20  # an address for arrays without memory
 
 
 class Impossible(Exception):
-    """Why a tensor can't be seen so, as the end of a sentence."""
+    """The reason why a view is not possible, as the end of a sentence."""
 
 
 class Tensor(Protocol):
-    """A tensor of a file. `name` is the one it has there, `file` what a user calls the file."""
+    """A tensor of a file: its `name` in the file, and the `file` in the user's words."""
 
     @property
     def name(self) -> str: ...
@@ -31,15 +31,14 @@ class Tensor(Protocol):
     @property
     def dtype(self) -> np.dtype: ...
     def read(self, out: np.ndarray, start: int, steps: Sequence[int]) -> int:
-        """Fill `out` with the numbers from `start` on, in the tensor's own order, that are `steps` apart along each axis of it.
-        Returns how many bytes were read."""
+        """Fill `out` with the numbers from `start` on, `steps` apart along each axis; return the
+        number of bytes read. Both count in the tensor's own order."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What is seen of a tensor: `start` is the number of the first in the tensor's own order, and along each axis neighbours
-    are `steps` apart in it."""
+    """A strided view of a tensor: it begins at number `start`, and neighbours along an axis are `steps` apart."""
 
     shape: tuple[int, ...]
     steps: tuple[int, ...]
@@ -54,13 +53,13 @@ class View:
         return math.prod(self.shape)
 
     def meets(self, other: View) -> bool:
-        """Return whether both see a number of the tensor."""
+        """Return True if both views share a number of the tensor."""
         return np.shares_memory(self._array(), other._array())
 
     def permute(self, order: Sequence[int]) -> View:
         if sorted(order) != list(range(len(self.shape))):
             raise Impossible(f"permutes axes {' '.join(map(str, order))} of {list(self.shape)}")
-        shape, steps = (tuple(each[axis] for axis in order) for each in (self.shape, self.steps))
+        shape, steps = (tuple(values[axis] for axis in order) for values in (self.shape, self.steps))
         return View(shape, steps, self.start)
 
     def slice(self, axis: int, begin: int, end: int | None) -> View:
@@ -74,14 +73,14 @@ class View:
         return View(shape, self.steps, self.start + begin * self.steps[axis])
 
     def split(self, at: Sequence[int]) -> View:
-        """Split an axis into rows of a size: `split 0 128` sees [1024, 512] as [8, 128, 512]."""
+        """Split an axis into rows of a size: `split 0 128` views [1024, 512] as [8, 128, 512]."""
         axis, size = at
         if axis >= len(self.shape):
             raise Impossible(f"splits axis {axis} of {list(self.shape)}")
         return self.reshape([*self.shape[:axis], -1, size, *self.shape[axis + 1 :]])
 
     def reshape(self, sizes: Sequence[int]) -> View:
-        """Split axes, and join those that lie side by side; -1 is what is left."""
+        """Split axes, and join contiguous axes; -1 stands for the remaining size."""
         try:
             seen = np.reshape(self._array(), tuple(sizes), copy=False)
         except ValueError as error:
@@ -90,14 +89,14 @@ class View:
         return View(seen.shape, seen.strides, self.start)
 
     def at(self, box: Box) -> int:
-        """Number the first of a part."""
+        """Return the number, in the tensor's order, at the corner of a box of the view."""
         return self.start + sum(begin * step for (begin, _), step in zip(box, self.steps, strict=True))
 
     def read(self, tensor: Tensor, out: np.ndarray, box: Box) -> int:
-        """Read a part into `out`, and nothing else. Returns how many bytes were read."""
+        """Read a box of the view into `out`; return the number of bytes read."""
         return tensor.read(out, self.at(box), self.steps)
 
     def _array(self) -> np.ndarray:
-        """Make an array that lies as what is seen, over no memory: numpy tells of it, and must not read it."""
-        lies = {"shape": self.shape, "strides": self.steps, "data": (NOWHERE + self.start, True)}
-        return np.asarray(types.SimpleNamespace(__array_interface__={"version": 3, "typestr": "|u1", **lies}))
+        """Return a numpy array with the view's shape and strides over no memory; its numbers must not be read."""
+        layout = {"shape": self.shape, "strides": self.steps, "data": (NOWHERE + self.start, True)}
+        return np.asarray(types.SimpleNamespace(__array_interface__={"version": 3, "typestr": "|u1", **layout}))
