@@ -1,4 +1,4 @@
-"""Floor 3: Flax NNX modules and functions whose collectives are written out."""
+"""Floor 3: Flax NNX modules and functions with explicit collectives."""
 
 from jshard.layers.attention import Attention as Attention
 from jshard.layers.attention import attend as attend

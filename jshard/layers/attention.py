@@ -1,4 +1,4 @@
-"""`jshard.attend`, and `jshard.Attention`: grouped queries, rotary positions (RoPE), packed rows, a cache."""
+"""`jshard.attend` and `jshard.Attention`, with grouped queries, rotary positions (RoPE), packed rows and a cache."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from jshard.layers.ring_attention import Form, ring_attention
 from jshard.signals.active_config import configuration
 
 IMPLEMENTATIONS = (None, "xla", "cudnn", "blocks")
-BLOCK, LEAST = 512, 64  # queries of a block, at most and at least
+BLOCK, LEAST = 512, 64  # the most and the fewest queries of a block
 
 
 def attend(
     q: Array, k: Array, v: Array, *, causal: bool = True, window: int | None = None, segments: Array | None = None,
     mask: Array | None = None, scale: float | None = None, implementation: object = None,
 ) -> Array:  # fmt: skip
-    """Return softmax(q k^T scale) v, of the shape of q.
+    """Return softmax(q k^T scale) v, in the shape of q.
 
-    `q[rows, places, heads, size]`, `k` and `v[rows, places, key heads, size]`: heads are a multiple of key heads, and those
-    that share one are neighbours. A query sees the keys at its own place and before (`causal`), of those the last `window`, of
-    its own segment only (`segments[rows, places]`, whole numbers), and where `mask[rows or 1, heads or 1, queries, keys]` is
-    true. `scale` is 1 / sqrt(size) unless said. Positions (RoPE) are the caller's, before. `implementation` is that of
-    `jax.nn.dot_product_attention`: "cudnn" asks for NVIDIA's. "blocks" is plain JAX for causal attention: a quarter of
-    the queries at a time, 64 to 512, over the keys up to theirs, so that nearly half of the scores are never made.
+    `q` is [rows, places, heads, size], `k` and `v` are [rows, places, key heads, size]. The number of heads is a multiple of
+    the key heads; neighbouring heads share a key head. A query sees the keys at its own place and before (`causal`), only
+    the last `window` of them, and only in its own segment (`segments[rows, places]`, integers). A
+    `mask[rows or 1, heads or 1, queries, keys]` limits them further. `scale` is by default 1 / sqrt(size). The caller applies
+    RoPE. `implementation` is as in `jax.nn.dot_product_attention`: "cudnn" is NVIDIA's. "blocks" is plain JAX for causal
+    attention: it computes a quarter of the queries at a time (64 to 512) over the keys up to them, and skips nearly half of
+    the scores.
 
-    Where a signal of the configuration says `ring: axis`, `jshard.shard` has rows split by places over that mesh axis, and no
-    device ever has all keys: they go around a ring, or, with `attention: ulysses`, heads are split instead while devices
-    attend. That has one implementation, and what has a `mask` is gathered, and told.
+    Under a signal with `ring: axis`, `jshard.shard` splits the places over the mesh axis, and no device has all keys: keys
+    and values go around a ring. With `attention: ulysses`, heads are exchanged for places during attention instead. Both
+    ignore `implementation`. A call with a `mask` gathers its operands, and the ledger lists the gathers.
     """
     if window is not None and window < 1:
         raise JShardError(
@@ -72,7 +73,7 @@ def attend(
 
 
 def _in_blocks(q: Array, k: Array, v: Array, window: int | None, segments: Array | None, scale: float | None) -> Array:
-    found, places = [], jnp.arange(q.shape[1])
+    outs, places = [], jnp.arange(q.shape[1])
     block = min(BLOCK, max(LEAST, -(-q.shape[1] // 4)))
     for first in range(0, q.shape[1], block):
         begin = 0 if window is None else max(0, first - window + 1)
@@ -81,14 +82,13 @@ def _in_blocks(q: Array, k: Array, v: Array, window: int | None, segments: Array
         mask = (away >= 0 if window is None else (away >= 0) & (away < window))[None, None]
         if segments is not None:
             mask &= (segments[:, asks, None] == segments[:, None, seen])[:, None]
-        found.append(jax.nn.dot_product_attention(q[:, asks], k[:, seen], v[:, seen], mask=mask, scale=scale))
-    return jnp.concatenate(found, 1)
+        outs.append(jax.nn.dot_product_attention(q[:, asks], k[:, seen], v[:, seen], mask=mask, scale=scale))
+    return jnp.concatenate(outs, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """The base of the rotations, and how their frequencies are scaled; the words are those of `rope_scaling` in a model's
-    config.json."""
+    """The base and the scaling of rotary frequencies, with the words of `rope_scaling` in a model's config.json."""
 
     theta: float = 10_000.0
     scaling: str = "none"  # linear, llama3
@@ -107,13 +107,13 @@ class Rope:
         return given if given is None or isinstance(given, Rope) else cls(**fields_of(cls, given, "rope of a decoder"))
 
     def frequencies(self, size: int) -> np.ndarray:
-        """Return the angle by which each pair of a head of this size turns from one position to the next."""
+        """Return the rotation angle per position of each pair in a head of this size."""
         turns = self.theta ** -(np.arange(0, size, 2) / size)
         if self.scaling == "none":
             return turns
         if self.scaling == "linear":
             return turns / self.factor
-        # llama3: fast pairs stay as they are, slow ones are divided by the factor
+        # llama3: fast pairs are unchanged, slow pairs are divided by the factor
         rounds = self.original_max_position_embeddings * turns / (2 * math.pi)
         kept = np.clip((rounds - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
         return turns * (kept + (1 - kept) / self.factor)
@@ -127,8 +127,8 @@ class Rope:
 
 
 def fields_of(kind: Any, given: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Return the fields of a dataclass that are given; one that it has not, or that is missing, is an error."""
-    fields = {each.name: each for each in dataclasses.fields(kind)}
+    """Return `given` after a check against a dataclass: an unknown or a missing field is an error."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     for name in given:
         if name not in fields:
             raise JShardError(f'{label} has no "{name}"', hint=did_you_mean(name, fields, f"use {', '.join(fields)}"))
@@ -139,14 +139,14 @@ def fields_of(kind: Any, given: Mapping[str, Any], label: str) -> dict[str, Any]
 
 
 class Attention(nnx.Module):
-    """Multi-head attention of `x[B, T, width]`, `heads` queries to `kv_heads` keys and values.
+    """Multi-head attention of `x[B, T, width]`, with `heads` query heads and `kv_heads` key heads.
 
     Parameters: `q/kernel` (width, heads, head_dim), `k/kernel` and `v/kernel` (width, kv_heads, head_dim), `o/kernel` (heads,
     head_dim, width), and with `qk_norm` `q_norm/scale` and `k_norm/scale`. `column: tensor` of q, k and v with
-    `reduction: tensor` of o splits the heads and costs one all-reduce forward and one backward.
+    `reduction: tensor` of o splits the heads and costs an all-reduce forward and another backward.
 
-    `window`, `causal` and `implementation` are those of `jshard.attend`. After `init_cache` a call keeps keys and values:
-    without positions it begins anew at 0, else each row goes on at its own.
+    `window`, `causal` and `implementation` are as in `jshard.attend`. After `init_cache` each call writes to the cache:
+    without positions it restarts at 0, else each row continues at its own position.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Attention(nnx.Module):
         self.cached_value: KVCache | None = nnx.data(None)
 
     def init_cache(self, batch: int, length: int) -> None:
-        """Make room for the keys and values of `length` tokens in each row; of layers that are stacked, for each of them."""
+        """Allocate a cache for the keys and values of `length` tokens in each row, for each stacked layer."""
         *stacked, _, heads, size = self.k.kernel.shape
         zeros = lambda: KVCache.zeros(stacked, batch, length, heads, size, self.k.dtype or self.k.param_dtype)
         self.cached_key, self.cached_value = zeros(), zeros()

@@ -1,4 +1,4 @@
-"""How many layers of a stack each stage of a pipeline has."""
+"""The number of stacked layers on each stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jshard.signals.signal import Signal
 
 
 class Costs(NamedTuple):
-    """The FLOP of a microbatch going forward: before the layers, in one of them, and behind them with the loss; and the bytes
-    of a layer's parameters."""
+    """The FLOPs of a microbatch's forward pass: before the layers, in a layer, and after them with
+    the loss. `bytes_each` are the bytes of a layer's parameters."""
 
     depth: int
     first: float
@@ -22,8 +22,9 @@ class Costs(NamedTuple):
 
 
 def balanced(signal: Signal, costs: Costs, table: Table) -> tuple[tuple[int, ...], str]:
-    """Place layers so that the chunk with most FLOP has as few as can be, and of such places so that the longest, which all
-    devices have room for, is short. Return how many layers each chunk has, and why."""
+    """Divide layers among chunks to minimize the FLOPs of the most expensive chunk, then the most
+    layers in a chunk. Every device has room for the longest chunk. Returns the number of layers of
+    each chunk, and a sentence with the reason."""
     chunks = table.virtual_stages
     if costs.depth < chunks:
         raise JShardError(
@@ -51,17 +52,17 @@ def balanced(signal: Signal, costs: Costs, table: Table) -> tuple[tuple[int, ...
 
 
 def spelled(counts: tuple[int, ...] | list[int], table: Table) -> str:
-    """The layers of stages, those of each chunk behind one another."""
+    """Describe the number of layers of each stage, or of each chunk in order."""
     what = "stages" if table.virtual_stages <= table.stages else "chunks, one of each stage in turn,"
     return f"{what} of {', '.join(map(str, counts))} layers"
 
 
 def in_ranges(ranges: str, depth: int, signal: Signal, table: Table, pipeline: Location) -> tuple[int, ...]:
-    """Read "0..5: 0, 6..11: 1" for a stack of `depth` layers."""
+    """Parse "0..5: 0, 6..11: 1" for a stack of `depth` layers; return the number of layers of each chunk."""
     about = f"{signal} says stage ({signal.at('stage')})"
     counts, stages = [], []
-    for each in ranges.split(", "):
-        layers, _, stage = each.partition(": ")
+    for part in ranges.split(", "):
+        layers, _, stage = part.partition(": ")
         first, _, last = layers.partition("..")
         counts.append(int(last) - int(first) + 1)
         stages.append(int(stage))

@@ -1,4 +1,4 @@
-"""The per-device program of `x @ w + b` under a strategy: collectives where the strategy says, and the product between."""
+"""The per-device program of `x @ w + b` under a strategy: the product, and the strategy's collectives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jshard.programs.provenance import scope
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """How numbers are cast and multiplied, as the arguments of `nnx.Linear` say it."""
+    """The dtype, precision and product functions of a multiplication, as the arguments of `nnx.Linear`."""
 
     dtype: Any = None
     precision: Any = None
@@ -41,7 +41,7 @@ class Arithmetic:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a kernel may stand in for the product."""
+        """True if a kernel may replace the product."""
         return self.dot_general is lax.dot_general and self.precision is None
 
     def product(self, x: jax.Array, w: jax.Array, preferred: Any, algorithm: Any = "xla") -> jax.Array:
@@ -54,7 +54,7 @@ class Arithmetic:
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """The per-device program of one product. `x_mk`, `w_kn`, `b_n` and the result are one device's parts."""
+    """The per-device program of a product; `x_mk`, `w_kn`, `b_n` and the result are a device's shards."""
 
     strategy: Strategy
     arithmetic: Arithmetic
@@ -79,7 +79,7 @@ class Body:
             if reduce_dtype is not None:
                 y_mn = y_mn.astype(self.arithmetic.preferred_element_type or x_mk.dtype)
         if b_n is not None:
-            with jax.numpy_rank_promotion("allow"):  # whatever the user's setting is for their own code
+            with jax.numpy_rank_promotion("allow"):  # a stricter setting is for the user's own code
                 y_mn = y_mn + b_n
         if s.output == "gather":
             how = s.algorithm("all_gather")
@@ -103,7 +103,7 @@ class Body:
         return "output" if self.strategy.output == "scatter" else "sequence"
 
     def _product(self, x: jax.Array, w: jax.Array, preferred: Any) -> jax.Array:
-        """The product, with the gather before it or the scatter after it where their wire runs under it."""
+        """Compute the product, fused with the gather before it or the scatter after it if kernels are named."""
         s = self.strategy
         out = self.arithmetic.preferred_element_type if preferred is None else preferred
         if self._fuses_gather:
@@ -118,41 +118,37 @@ class Body:
         return self.arithmetic.product(x, w, preferred, s.algorithm("matmul"))
 
     def _operands_at_compute_dtype(self, x: Any, w: Any, b: Any) -> tuple[Any, Any, Any]:
-        """Cast the operands to the dtype to compute in, and gather them where they rest split.
-
-        Where an operand starts to vary between devices its gradient is summed: in the reduce dtype, over the part that rests
-        here.
-        """
+        """Cast the operands to the compute dtype, and gather those that are sharded at rest.
+        Marking an operand as varying between devices sums its gradient there: in the reduce dtype,
+        over the shard at rest."""
         s, wide = self.strategy, self.strategy.reduce_dtype
         if wide is None:
             x, w, b = self.arithmetic.promoted(x, w, b)
-        placed = [  # an operand, the mesh axes it varies over, those that split it at rest, on which axis, by which key
+        placed = [  # operand, mesh axes it varies over, mesh axes that split it at rest, the split axis, the YAML key
             (x, s.column, () if self._fuses_gather else s.gathered, s.sequence_axis(x.ndim), "sequence"),
             (w, s.batch, s.store, s.kernel_store_axis, "store"),
             *([] if b is None else [(b, s.bias_batch, s.store, 0, "store")]),
         ]
-        compute = self.arithmetic.dtype or jnp.result_type(*(each[0] for each in placed))
+        compute = self.arithmetic.dtype or jnp.result_type(*(operand for operand, *_ in placed))
         arrays = [x if wide is None or not (over or names) else x.astype(wide) for x, over, names, *_ in placed]
         if check_vma_enabled():
             arrays = _pvary_summed(arrays, [over for _, over, *_ in placed], s.algorithm("all_reduce"))
-        found, kernels = [], tuple((op, s.algorithm(op)) for op in ("all_gather", "reduce_scatter"))
+        operands, kernels = [], tuple((op, s.algorithm(op)) for op in ("all_gather", "reduce_scatter"))
         for array, (_, over, names, axis, key) in zip(arrays, placed, strict=True):
             array = pvary(array, over)
             steps = tuple((axis, name, name in s.batch) for name in names)
             with scope(key=key):
                 full = gather(array, steps, dtype=compute if wide else None, kernels=kernels)
-            found.append(activation(full) if names and key == "sequence" else full)
-        x, w, b = (*found, None)[:3]
+            operands.append(activation(full) if names and key == "sequence" else full)
+        x, w, b = (*operands, None)[:3]
         return (x, w, b) if wide is None else self.arithmetic.promoted(x, w, b)
 
 
 def _pvary_summed(arrays: Sequence[jax.Array], varies_over: Sequence[Names], algorithm: str) -> list[jax.Array]:
-    """Mark operands as varying over their mesh axes, where their gradients are not summed as JAX does: between slices, and in
-    device order (bitwise reproducible).
-
-    Gradients of operands that vary over the same axes are summed together.
-    """
-    found = list(arrays)
+    """Mark operands as varying over their mesh axes if their gradients are summed by an algorithm
+    other than JAX's. These are sums between slices, and sums in device order (bitwise
+    reproducible). Gradients of operands that vary over the same mesh axes are summed together."""
+    results = list(arrays)
     missing = [
         tuple(name for name in over if name not in jax.typeof(array).mat.varying)
         for array, over in zip(arrays, varies_over, strict=True)
@@ -163,5 +159,5 @@ def _pvary_summed(arrays: Sequence[jax.Array], varies_over: Sequence[Names], alg
         alike = [place for place, others in enumerate(missing) if others == names]
         marked: Any = pvary_summed(tuple(arrays[place] for place in alike), names, algorithm)
         for place, array in zip(alike, marked, strict=True):
-            found[place] = array
-    return found
+            results[place] = array
+    return results

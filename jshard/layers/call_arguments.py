@@ -1,4 +1,4 @@
-"""The arguments of a call, the structure that a program is traced for, and the way back of its changes."""
+"""The arguments of a call, their structure as the key of a trace, and the write-back of changed variables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Path = tuple[str, ...]
 
 
 class _Mark:
-    """A place for an array, or for an NNX object, among values that are compiled in."""
+    """A placeholder for an array or an NNX object among static values."""
 
 
 ARRAY, NODE = _Mark(), _Mark()
@@ -27,29 +27,29 @@ PARAMETER, VARIABLE, OTHER, OUTSIDE = range(4)
 
 
 def is_array(x: object) -> bool:
-    """Whether a leaf is an array, or a number that is traced as one."""
+    """Return True for an array, or a number to be traced as an array."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct))
 
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """All of a call's arguments but their arrays."""
+    """A call's arguments without their arrays."""
 
-    names: tuple[str, ...]  # of the arguments; the first `positional` are given by place
+    names: tuple[str, ...]  # of the arguments; the first `positional` are positional
     positional: int
     static: tuple[tuple[str, Any], ...]
     tree: Any
     graphdef: Any
-    states: Any  # the tree of what NNX splits the objects into
-    # the leaves of the states, then of the arguments: ARRAY, NODE or a value that is compiled in
+    states: Any  # the tree of the states that NNX splits the objects into
+    # the leaves of the states, then of the arguments: ARRAY, NODE or a static value
     values: tuple[Any, ...]
 
     def __hash__(self) -> int:
-        """Leave out what a model may hold that has no hash, as a list; equality does not."""
+        """Hash a subset of the fields: a model may hold unhashable values, such as lists."""
         return hash((self.names, self.positional, self.tree, self.states))
 
     def holding(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...], dict[str, Any], dict[Any, list[Any]]]:
-        """Return NNX objects that hold these arrays, the arguments with them in, and the arrays of the objects' variables."""
+        """Rebuild NNX objects and arguments with these arrays; return objects, args, kwargs and the variables' arrays."""
         states, others = self._parts(arrays)
         before = arrays_of_variables(states[:2])
         (nodes,) = nnx.merge(self.graphdef, *states)
@@ -72,15 +72,15 @@ class Structure:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The structure of a call, its NNX objects, and its arrays: first those of the objects, then all others."""
+    """The structure of a call, its NNX objects, and its arrays: first the objects' arrays, then all others."""
 
     structure: Structure
-    given: dict[str, Any]  # the arguments that are not compiled in, by name
+    given: dict[str, Any]  # the arguments that are not static, by name
     nodes: list[Any]
     arrays: list[Any]
     paths: list[Path]  # of each array, from the name of its argument
-    keys: list[tuple[Any, ...]]  # of each array that is in an object: the number of the object, and the keys in it
-    kinds: list[int]  # of each array: PARAMETER or VARIABLE or OTHER of an object, or OUTSIDE of all
+    keys: list[tuple[Any, ...]]  # of each array in an object: the number of the object, and the keys in it
+    kinds: list[int]  # of each array: PARAMETER, VARIABLE or OTHER of an object, or OUTSIDE all objects
 
     @classmethod
     def of(
@@ -91,7 +91,8 @@ class Arguments:
         static: Sequence[str] = (),
         is_array: Callable[[Any], bool] = is_array,
     ) -> Arguments:
-        """Take a call apart. The arguments `static`, and leaves that are no arrays, are compiled in."""
+        """Split a call into structure, objects and arrays. `static` names static arguments; other leaves than
+        arrays are static too."""
         given = arguments(f, args, kwargs)
         names = tuple(given)
         compiled_in = tuple((name, given.pop(name)) for name in static if name in given)
@@ -104,7 +105,7 @@ class Arguments:
         outer = [path for path, x in found if is_node(x)]
         leaves = [(path[0].idx, (*outer[keys_of(path)[2]], *words_of(path)[3:]), x) for path, x in inside]
         leaves += [(OUTSIDE, path, x) for path, x in found if not is_node(x)]
-        arrays = [each for each in leaves if is_array(each[2])]
+        arrays = [leaf for leaf in leaves if is_array(leaf[2])]
         values = [*(x for _, x in inside), *(NODE if is_node(x) else x for _, x in found)]
         marked = tuple(ARRAY if x is not NODE and is_array(x) else x for x in values)
         return cls(
@@ -119,7 +120,7 @@ class Arguments:
 
     @property
     def in_nodes(self) -> int:
-        """The number of arrays that are in objects: the first."""
+        """The number of arrays in objects; they come first in `arrays`."""
         return len(self.keys)
 
 
@@ -127,8 +128,7 @@ def is_node(x: object) -> bool:
     return isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State))
 
 
-# -- the way back: variables that a traced function changes, creates or deletes --
-
+# -- write-back: variables that a traced function changes, creates or deletes --
 
 Keys = tuple[Any, ...]
 
@@ -140,12 +140,12 @@ def arrays_of_variables(states: Sequence[Any]) -> dict[Keys, list[Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class WrittenBack:
-    """The tree of a function's result and of the variables that it leaves."""
+    """The structure of a function's results: its return value, and the variables it changes, creates or deletes."""
 
     tree: Any
-    result: Any  # the tree of the function's result alone
-    others: Sequence[Any]  # the leaves that are no arrays, as functions; None for an array
-    returns_to: Mapping[int, int]  # by the number of a result: the number of the argument that it replaces
+    result: Any  # the tree of the return value alone
+    others: Sequence[Any]  # leaves other than arrays, such as functions; None for an array
+    returns_to: Mapping[int, int]  # number of a result -> number of the argument it replaces
     created: Sequence[Keys]
     deleted: Sequence[Keys]
 
@@ -159,48 +159,47 @@ class WrittenBack:
         *,
         keep: bool = False,
     ) -> tuple[WrittenBack, list[Any]]:
-        """Return the arrays of a traced call in order: its result, the variables that are no parameters, and the parameters
-        that it changes; all of them with `keep`. An unchanged parameter would cost a gather."""
+        """Return the structure and the arrays of a traced call's results. The order is: return
+        value, variables except parameters, changed parameters. An unchanged parameter is omitted
+        unless `keep`, because it would cost a gather."""
         parameters, variables = (dict(nnx.to_flat_state(state)) for state in states)
         after = arrays_of_variables(states)
         changed = {
-            path: each
-            for path, each in parameters.items()
+            path: parameter
+            for path, parameter in parameters.items()
             if keep or any(x is not old for x, old in itertools.zip_longest(after[path], before.get(path, ())))
         }
-        ends = [nnx.from_flat_state(each.items()) for each in (variables, changed)]
+        ends = [nnx.from_flat_state(state.items()) for state in (variables, changed)]
         leaves, tree = jax.tree.flatten((result, *ends))
         numbers = {id(x): number for number, x in enumerate(arguments)}
         returns_to, begin = {}, len(jax.tree.leaves(result))
-        left = (
+        places = (
             (path, at) for state in ends for path, xs in arrays_of_variables([state]).items() for at in range(len(xs))
         )
-        for number, (path, at) in enumerate(left, begin):
+        for number, (path, at) in enumerate(places, begin):
             old = before[path][at] if at < len(before.get(path, ())) else None
             if old is not None and id(old) in numbers and leaves[number].shape == old.shape:
                 returns_to[sum(map(is_array, leaves[:number]))] = numbers[id(old)]
-        created, deleted = (
-            [path for path in after if path not in before],
-            [path for path in before if path not in after],
-        )
+        created = [path for path in after if path not in before]
+        deleted = [path for path in before if path not in after]
         flat, others = list(filter(is_array, leaves)), [None if is_array(x) else x for x in leaves]
         return cls(tree, jax.tree.structure(result), others, returns_to, created, deleted), flat
 
     @property
     def targets(self) -> list[int] | None:
-        """The numbers of the arguments that the arrays after the result replace; None where one replaces none."""
+        """The numbers of the arguments replaced by the arrays after the return value; None if an array replaces none."""
         begin = self.result.num_leaves
         targets = [self.returns_to.get(number, -1) for number in range(begin, len(self.others))]
         is_plain = not (self.created or self.deleted) and all(other is None for other in self.others)
         return targets if is_plain and -1 not in targets else None
 
     def into(self, arguments: object, outs: Sequence[Any]) -> Any:
-        """Give the models among the arguments their variables, and return the result."""
+        """Write the variables back into the models among the arguments, and return the result."""
         arrays = iter(outs)
         leaves = [next(arrays) if other is None else other for other in self.others]  # a tree has no leaf None
         result, *states = jax.tree.unflatten(self.tree, leaves)
         if self.created or self.deleted:
-            variables = {path: each for state in states for path, each in nnx.to_flat_state(state)}
+            variables = {path: variable for state in states for path, variable in nnx.to_flat_state(state)}
             for path in self.deleted:
                 delattr(_module_around(arguments, path), path[-1])
             for path in self.created:
@@ -211,14 +210,14 @@ class WrittenBack:
 
 
 def _module_around(arguments: Any, path: Keys) -> Any:
-    """Return the module that holds the variable at this path."""
-    found = arguments
+    """Return the module around the variable at this path."""
+    module = arguments
     for key in path[:-1]:
-        inside = isinstance(found, (tuple, list, Mapping))
-        found = (found[key] if inside else getattr(found, key, None)) if found is not None else None
-    if not isinstance(found, nnx.Pytree) or not isinstance(path[-1], str):
+        if module is not None:
+            module = module[key] if isinstance(module, (tuple, list, Mapping)) else getattr(module, key, None)
+    if not isinstance(module, nnx.Pytree) or not isinstance(path[-1], str):
         raise JShardError(
             f"a function under jshard.shard creates {slashed(words_of(path[2:]))} in a module that its caller does not have",
             hint="create modules before the call; a call may create variables of them",
         )
-    return found
+    return module

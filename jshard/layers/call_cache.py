@@ -1,6 +1,6 @@
-"""Recognise a call of the same objects, of which nothing but numbers has changed, in a few microseconds.
+"""A cache of calls: a repeated call of equal structure is recognised in microseconds.
 
-NNX takes the arguments of every call apart and together again, which costs more than a small step does.
+NNX splits and merges the arguments of every call, at a higher cost than a small step.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ Part = tuple[Any, tuple[str, ...] | None, tuple[Any, ...]]  # a dict or list, it
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """The attributes of all modules among the arguments, their variables, and what each array was like. It holds the
-    modules' parts but none of the arguments themselves, which may go."""
+    """The attributes and variables of all modules among the arguments, and the types of all arrays.
+    It references the modules' parts but not the arguments themselves, so these can be
+    garbage-collected."""
 
     program: Any
     situation: Any
-    tree: Any  # of the arguments that are no modules
+    tree: Any  # of the arguments other than modules
     parts: list[Part]
     variables: list[Any]
     metadata: list[dict[str, Any]]
@@ -35,8 +36,8 @@ class Snapshot:
     def operands(
         self, args: tuple[Any, ...], situation: object, place: Callable[[int, Any], Any]
     ) -> tuple[list[Any], list[Any]] | None:
-        """Return what the program takes, in its order; None when anything but numbers is not as it was. `place(number, x)`
-        moves an array that lies elsewhere."""
+        """Return the program's operands in order; None if anything except numbers has changed.
+        `place(number, x)` moves an array with another sharding."""
         leaves, tree = jax.tree.flatten(_others(args))
         if tree != self.tree or situation != self.situation:
             return None
@@ -49,30 +50,32 @@ class Snapshot:
         arrays = [place(number, x) for number, x in enumerate(leaves)]
         if not _are_like([*numbers, *arrays], self.types):
             return None
-        return (numbers, arrays) if [each.get_metadata() for each in self.variables] == self.metadata else None
+        metadata = [variable.get_metadata() for variable in self.variables]
+        return (numbers, arrays) if metadata == self.metadata else None
 
 
 def names(args: tuple[Any, ...]) -> tuple[int | None, ...]:
-    """Return the identities of the modules among the arguments."""
+    """Return the `id` of each module among the arguments, None for other arguments."""
     return tuple(id(each) if isinstance(each, nnx.Pytree) else None for each in args)
 
 
 def take(args: tuple[Any, ...], numbers: list[Any], program: Any, situation: Any, arrays: list[Any]) -> Snapshot | None:
-    """Take the snapshot of a call whose variables NNX found to hold `numbers`; None when something in it can change unseen.
-    `arrays` are the others as the program takes them, in the order of their leaves."""
+    """Take the snapshot of a call; None if a change in its arguments could go unnoticed. `numbers`
+    are the variables' arrays from NNX, and `arrays` the program's other operands, in the order of
+    their leaves."""
     parts: list[Part] = []
-    found: dict[int, nnx.Variable] = {}
-    if not all(_watch(each, parts, found, set()) for each in args if isinstance(each, nnx.Pytree)):
+    watched: dict[int, nnx.Variable] = {}
+    if not all(_watch(module, parts, watched, set()) for module in args if isinstance(module, nnx.Pytree)):
         return None
-    holders = {id(each.get_raw_value()): each for each in found.values()}
-    variables: list[Any] = [holders.pop(id(each), None) for each in numbers]
-    if any(each is None for each in variables) or holders:  # two hold one array, or NNX has found others
+    holders = {id(variable.get_raw_value()): variable for variable in watched.values()}
+    variables: list[Any] = [holders.pop(id(x), None) for x in numbers]
+    if any(variable is None for variable in variables) or holders:  # two variables share an array, or NNX found others
         return None
     tree = jax.tree.structure(_others(args))
     if len(arrays) != tree.num_leaves or not all(map(_is_array, arrays)):
         return None
-    metadata = [dict(each.get_metadata()) for each in variables]
-    types = [_type(each) for each in (*numbers, *arrays)]
+    metadata = [dict(variable.get_metadata()) for variable in variables]
+    types = [_type(x) for x in (*numbers, *arrays)]
     return Snapshot(program, situation, tree, parts, variables, metadata, types)
 
 
@@ -81,7 +84,7 @@ def _others(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _watch(value: object, parts: list[Part], variables: dict[int, nnx.Variable], seen: set[int]) -> bool:
-    """Return whether every change below `value` shows in `parts` or in `variables`, which are added to."""
+    """Add the parts and variables below `value`; return False if a change there could go unnoticed."""
     if isinstance(value, nnx.Variable):
         variables[id(value)] = value
         return _is_array(value.get_raw_value())
@@ -95,7 +98,7 @@ def _watch(value: object, parts: list[Part], variables: dict[int, nnx.Variable],
         return True
     seen.add(id(value))
     held = tuple(value.values()) if isinstance(value, dict) else tuple(value)
-    if not isinstance(value, tuple):  # whose members can't be replaced
+    if not isinstance(value, tuple):  # a tuple's members can't be replaced
         parts.append((value, tuple(value) if isinstance(value, dict) else None, held))
     return all(_watch(each, parts, variables, seen) for each in held)
 
@@ -109,8 +112,8 @@ def _type(leaf: object) -> tuple[Any, Any]:
 
 
 def _are_like(leaves: list[Any], held: list[tuple[Any, Any]]) -> bool:
-    """Return whether all have the shapes, dtypes and shardings of `held`. Results of one program share the objects that say
-    so, which are held from then on."""
+    """Return True if all leaves have the types and shardings of `held`. Results of a program share
+    their type objects. `held` is updated to them, so that later comparisons are by identity."""
     for place, (leaf, (aval, sharding)) in enumerate(zip(leaves, held, strict=True)):
         if not _is_array(leaf):
             return False

@@ -1,4 +1,4 @@
-"""`jshard.create`: arrays that no device ever holds whole, and models of shapes alone."""
+"""`jshard.create`: models and arrays created directly as shards, and models of shapes only."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from jshard.signals.scope import signal, signal_here, tensor_layout
 
 Made = TypeVar("Made")
 Model = TypeVar("Model", bound=nnx.Module)
-SMALL = 1024  # numbers of an array that is computed by itself, as the keys of draws are
-TAG = "jshard.create"  # of the context in which NNX keeps the identity of objects across the trace
+SMALL = 1024  # largest size of an array computed in advance, such as the keys of random draws
+TAG = "jshard.create"  # of the NNX context that keeps object identity across the trace
 
 
 @boundary
 def create(f: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-    """Return what `f(*args, **kwargs)` returns, without an array that is whole on one device.
+    """Return the result of `f(*args, **kwargs)` without making any array whole on a device.
 
     A model, an optimizer or a tree of parameters holds shapes until a function under `jshard.jit` takes it; each device then
-    makes its own shards, with the numbers of plain creation. An optimizer of such a model is created likewise. One array,
-    under a signal, is made at once, at the signal's layout.
+    makes its own shards, with the numbers of plain creation. An optimizer of such a model is created likewise. A single
+    array, under a signal, is made at once, in the signal's layout.
 
         model = jshard.create(Model, rngs=nnx.Rngs(0))
         optimizer = jshard.create(nnx.Optimizer, model, optax.adamw(1e-3), wrt=nnx.Param)
 
-    With no configuration loaded, and in a trace, it is `f(*args, **kwargs)`.
+    Without a configuration, and in a trace, this is `f(*args, **kwargs)`.
     """
     if (present := configuration()) is None or present.mesh is None:
         return f(*args, **kwargs)
@@ -61,14 +61,14 @@ def create(f: Callable[..., Any], *args: object, **kwargs: object) -> Any:
 
 
 def described(f: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-    """Trace `f` abstractly, and return its result with shapes in it. NNX objects among the arguments are changed as by a call:
-    streams of random numbers have moved on."""
+    """Trace `f` abstractly, and return its result with shapes in place of arrays. NNX objects among
+    the arguments change as in a call; for example, random streams advance."""
     name = f"jshard.create({name_of(f)}) at {line_here()}"
-    found, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
-    given = [x for x in found if _is_array(x)]
+    operands, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
+    given = [x for x in operands if _is_array(x)]
     with nnx.update_context(TAG):
         with nnx.split_context(TAG) as context:
-            graph, state = context.split(list(filter(is_node, found)))
+            graph, state = context.split(list(filter(is_node, operands)))
         held, structure = jax.tree.flatten(state)
         form: list[Any] = []
 
@@ -76,9 +76,9 @@ def described(f: Callable[..., Any], *args: object, **kwargs: object) -> Any:
             with nnx.merge_context(TAG, True) as context:
                 nodes = context.merge(graph, jax.tree.unflatten(structure, xs[: len(held)]))
             objects, arrays = iter(nodes), iter(xs[len(held) :])
-            inner = [next(objects) if is_node(x) else next(arrays) if _is_array(x) else x for x in found]
+            inner = [next(objects) if is_node(x) else next(arrays) if _is_array(x) else x for x in operands]
             args, kwargs = jax.tree.unflatten(tree, inner)
-            with nnx.use_eager_sharding(False):  # else an annotated variable asks for a mesh with axes of its names
+            with nnx.use_eager_sharding(False):  # else an annotated variable needs a mesh with axes of its names
                 leaves, of_result = jax.tree.flatten(in_own_words(f)(*args, **kwargs), is_leaf=is_node)
             with nnx.split_context(TAG) as context:
                 after, left = context.split((nodes, list(filter(is_node, leaves))))
@@ -100,7 +100,7 @@ def described(f: Callable[..., Any], *args: object, **kwargs: object) -> Any:
 
 
 def _check_nothing_is_static(name: str, graph: Any) -> None:
-    """Refuse an array that a model computes and holds outside of its variables: it would be a tracer after the trace."""
+    """Raise an error for an array held outside of the model's variables: it would be a tracer after the trace."""
     for attribute, held in graph.attributes:
         if isinstance(getattr(held, "value", None), Tracer):
             raise JShardError(
@@ -110,7 +110,7 @@ def _check_nothing_is_static(name: str, graph: Any) -> None:
 
 
 def _shapes(recipe: Recipe, are_given: Sequence[bool]) -> list[Any]:
-    """Return a shape for each result of a recipe; an array, where the result is an operand or a small part of an argument."""
+    """Return a shape for each result of a recipe, or an array for operands and small parts of arguments."""
     operands = dict(zip(recipe.jaxpr.invars, recipe.operands, strict=True))
     outs = []
     for number, variable in enumerate(recipe.jaxpr.outvars):
@@ -125,13 +125,13 @@ def _shapes(recipe: Recipe, are_given: Sequence[bool]) -> list[Any]:
 
 
 def _typed(aval: Any) -> NamedSharding | None:
-    """Return the sharding that the type of an array names, as on an explicit mesh."""
+    """Return the sharding in the type of an array, as on an explicit mesh; None if it is not split."""
     spec = aval.sharding.spec
     return NamedSharding(mesh(), spec) if any(spec) else None
 
 
 def _lay_out(node: object) -> None:
-    """Give the shapes in layers of jshard that were built under signals the sharding and dtype of their signal."""
+    """Set the sharding and dtype of the shapes in jshard's layers built under signals."""
     if not isinstance(node, nnx.Module):
         return
     built = built_arrays(node)
@@ -145,60 +145,58 @@ def _is_array(x: object) -> bool:
     return isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
 
 
-# -- models of shapes alone --
+# -- models of shapes only --
 
 
 def abstract(factory: Callable[[], Made]) -> Made:
-    """Build what `factory()` returns (NNX modules, optimizers, pytrees of them), with a `jax.ShapeDtypeStruct` for each
-    array, sharded as its signal says on the loaded mesh; what no signal places is replicated. The devices of the mesh need
-    not be here.
+    """Build the NNX modules, optimizers or trees of `factory()`, with a `jax.ShapeDtypeStruct` for each array.
 
         model = abstract(lambda: Model(rngs=nnx.Rngs(0)))
 
-    Layouts are read from types, so a slice of devices (`shard: {workers: [0, 1]}`), which is a mesh of its own, is not
-    seen: what lies on it is taken to be replicated.
+    The shapes have the shardings of their signals on the loaded mesh, whose devices may be absent; arrays without a signal
+    are replicated. Shardings are read from types, and a slice of devices (`shard: {workers: [0, 1]}`) is a separate mesh:
+    arrays on it count as replicated.
     """
     if configuration() is None:
         return nnx.eval_shape(factory)
     home = mesh()
     with on_mesh(with_axis_types(home, "explicit")):
-        made = nnx.eval_shape(factory)
+        model = nnx.eval_shape(factory)
 
     def placed(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = array.sharding.spec if isinstance(array.sharding, NamedSharding) else PartitionSpec()
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(home, spec))
 
-    graph, state = nnx.split(made)
+    graph, state = nnx.split(model)
     return nnx.merge(graph, jax.tree.map(placed, state))
 
 
 def created(factory: Callable[[], Model], placed: Callable[[], Model], only: Any = ...) -> Model:
-    """Build what `placed()` returns, with the numbers that the same model has of `factory()`: each device computes its part,
-    and no array is whole on one that holds a part of it. What the filter `only` leaves out stays a shape alone."""
+    """Build the model of `placed()` with the numbers of `factory()`; each device computes only its
+    own shards. Variables outside the filter `only` stay shapes."""
     model = abstract(placed)
-    asked, tree = jax.tree.flatten(nnx.state(model, only))
+    targets, tree = jax.tree.flatten(nnx.state(model, only))
     drawn = jax.tree.leaves(nnx.state(described(factory), only))
-    shapes = [x.at(like.sharding, like.dtype) for x, like in zip(drawn, asked, strict=True)]
+    shapes = [x.at(like.sharding, like.dtype) for x, like in zip(drawn, targets, strict=True)]
     nnx.update(model, jax.tree.unflatten(tree, realized(shapes)))
     return model
 
 
-# -- arrays that are not made yet: each device makes its shards when a call first needs them --
+# -- uncreated arrays: each device makes its shards when a call first needs them --
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recipe:
-    """A traced function that makes arrays, and its operands: arrays, and shapes that other recipes make."""
+    """A traced function for arrays to be made, with its operands: arrays, and shapes of other recipes."""
 
     name: str  # with the line of the call
     jaxpr: Any
     operands: Sequence[Any]
-    # the variables of the operands that are arrays, and of all small arrays computed from them
-    known: dict[Any, Any]
+    known: dict[Any, Any]  # variable -> array, of the operands and of small arrays computed from them
 
     @classmethod
     def of(cls, name: str, closed: ClosedJaxpr, operands: Sequence[Any]) -> Recipe:
-        """Make a recipe, and compute its small arrays."""
+        """Return a recipe, with its small arrays computed."""
         jaxpr = closed.jaxpr
         known = dict[Any, Any]()
 
@@ -211,11 +209,11 @@ class Recipe:
 
     @functools.cached_property
     def source(self) -> dict[Any, Any]:
-        """The equation that computes each variable."""
+        """The map from each variable to its equation."""
         return makers(self.jaxpr)
 
     def result(self, number: int) -> Any:
-        """Compute one result from the arrays that are known, in a trace."""
+        """Compute a result from the known arrays, in a trace."""
         values, unmade = ChainMap[Any, Any]({}, self.known), dict(zip(self.jaxpr.invars, self.operands, strict=True))
 
         def value(atom: Any) -> Any:
@@ -233,7 +231,7 @@ class Recipe:
 
 
 class Uncreated(jax.ShapeDtypeStruct):
-    """The shape of an array that a recipe makes, each device its own shard, when `jshard.jit` first needs the array."""
+    """The shape of an array not made yet; each device makes its own shard once `jshard.jit` needs the array."""
 
     __slots__ = ("number", "recipe")
 
@@ -243,7 +241,7 @@ class Uncreated(jax.ShapeDtypeStruct):
         object.__setattr__(self, "number", number)
 
     def at(self, sharding: Any, dtype: Any = None) -> Uncreated:
-        """Return the shape with another sharding and dtype."""
+        """Return a copy with another sharding and dtype."""
         return Uncreated(self, self.recipe, self.number, dtype or self.dtype, sharding)
 
     def drawn(self) -> Any:
@@ -261,7 +259,7 @@ class Uncreated(jax.ShapeDtypeStruct):
 
 
 def realized(arrays: Sequence[Any]) -> list[Any]:
-    """Make the arrays that are not made yet, one after the other, each device its own shard."""
+    """Return the arrays with each `Uncreated` made, in sequence, each device its own shard."""
     missing = [x for x in arrays if isinstance(x, Uncreated)]
     if missing and not trace_state_clean():
         missing[0].refuse()

@@ -1,4 +1,4 @@
-"""`jshard.Decoder`: a language model of the Llama 3 and Qwen3 shapes, from a short config."""
+"""`jshard.Decoder`: a language model in the form of Llama 3 and Qwen3, from a short config."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from jshard.signals.schema import DTYPES
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """The sizes of a decoder. `dtype` is what it computes in, `param_dtype` what parameters are kept in."""
+    """The sizes of a decoder, with the compute dtype `dtype` and the parameters' dtype `param_dtype`."""
 
     vocabulary: int
     width: int
     depth: int
     heads: int
     hidden: int
-    kv_heads: int | None = None  # as many as heads
-    head_dim: int | None = None  # width / heads
+    kv_heads: int | None = None  # default: heads
+    head_dim: int | None = None  # default: width / heads
     norm_eps: float = 1e-6
     rope: Rope | Mapping[str, Any] = Rope()
     qk_norm: bool = False
     tied: bool = False  # the head is the embedding's table
     window: int | None = None
     dropout: float = 0.0
-    experts: int | None = None  # of a jshard.MoE in each layer, `hidden` wide; top_k of them take a token
+    experts: int | None = None  # of a jshard.MoE in each layer, `hidden` wide; each token goes to top_k experts
     top_k: int = 2
     capacity: float | None = None
     implementation: str | None = None  # of jax.nn.dot_product_attention
-    unroll: int = 1  # layers that are compiled as one turn of the loop over all: see jshard.stack
+    unroll: int = 1  # layers in one iteration of the scan: see jshard.stack
     dtype: str | None = None
     param_dtype: str = "float32"
 
@@ -66,7 +66,7 @@ class DecoderConfig:
 
 
 class Block(nnx.Module):
-    """`x + attn(norm(x))`, then `x + mlp(norm(x))`."""
+    """A transformer block: `x + attn(norm(x))`, then `x + mlp(norm(x))`."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c, dtypes = config, _dtypes(config)
@@ -95,11 +95,12 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """`tokens int32[B, T]` to logits `float32[B, T, vocabulary]`: an embedding, `depth` equal blocks, a norm and a head.
+    """A language model from tokens `int32[B, T]` to logits `float32[B, T, vocabulary]`.
 
         model = jshard.Decoder(vocabulary=256, width=64, depth=2, heads=4, hidden=128, rngs=nnx.Rngs(0))
 
-    In place of tokens it takes `{"tokens", "positions", "segments"}`. `DecoderConfig` has the sizes.
+    It has an embedding, `depth` equal blocks, a norm and a head; `DecoderConfig` lists the sizes. The input may also be a
+    mapping `{"tokens", "positions", "segments"}`.
     """
 
     def __init__(self, *, rngs: nnx.Rngs, **sizes: object):
@@ -114,27 +115,27 @@ class Decoder(nnx.Module):
         return self.logits(self.hidden(inputs))
 
     def hidden(self, inputs: jax.Array | Mapping[str, jax.Array]) -> jax.Array:
-        """Compute what the head is given, `[B, T, width]`."""
+        """Compute the input of the head, `[B, T, width]`."""
         given = inputs if isinstance(inputs, Mapping) else {"tokens": inputs}
         x = self.blocks(self.embed(given["tokens"]), given.get("positions"), given.get("segments"))
         return self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Compute the logits of what `hidden` returns, or of some of it."""
+        """Compute the logits of hidden states, for all places or a part of them."""
         logits = self.embed.attend(hidden) if self.head is None else self.head(hidden)
         return logits.astype(jnp.float32)
 
     def init_cache(self, batch: int, length: int) -> None:
-        """Keep the keys and values of up to `length` tokens from now on: a call with tokens alone begins anew."""
+        """Allocate caches for the keys and values of up to `length` tokens; a call with tokens alone restarts at 0."""
         for _, module in nnx.iter_modules(self):
             if isinstance(module, Attention):
                 module.init_cache(batch, length)
 
 
-# Every size by its name, so that a word misspelt in YAML is told with its line and the nearest that there is.
+# The signature names every size, so that a misspelt word in YAML is an error with its line and the nearest name.
 _own, _rngs, _ = inspect.signature(Decoder.__init__).parameters.values()
 _sizes = [
-    _rngs.replace(name=each.name, default=None, annotation=each.type) for each in dataclasses.fields(DecoderConfig)
+    _rngs.replace(name=field.name, default=None, annotation=field.type) for field in dataclasses.fields(DecoderConfig)
 ]
 setattr(Decoder.__init__, "__signature__", inspect.Signature([_own, *_sizes, _rngs]))  # noqa: B010
 

@@ -1,4 +1,4 @@
-"""Gather what is split, in the dtype in which it is used; its gradient is scattered in its own."""
+"""The gather of a shard in its compute dtype, with a gradient scattered in the shard's own dtype."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from jshard.kernels.gather_scatter import all_gather, reduce_scatter
 from jshard.kernels.select_algorithm import resolve_algorithm
 from jshard.layouts.redistribution import take_slice
 
-Gathers = tuple[tuple[int, str, bool], ...]  # axis, mesh axis, and whether the use varies over it
-Kernels = tuple[tuple[str, str], ...]  # op -> algorithm, as a signal names them
+Gathers = tuple[tuple[int, str, bool], ...]  # axis, mesh axis, True if the use varies over the mesh axis
+Kernels = tuple[tuple[str, str], ...]  # op -> algorithm, from a signal
 
 
 def gather(x: Array, steps: Gathers, *, dtype: DTypeLike | None = None, kernels: Kernels = ()) -> Array:
-    """Gather `x` in `dtype`, by the last step first. Over a mesh axis that the use varies over its gradient is scattered, in
-    the dtype of `x`; over others, where it is equal, it is sliced. An algorithm that `kernels` does not name is "auto"."""
+    """Gather `x` in `dtype`, beginning with the last step. The gradient has the dtype of `x`. Over
+    a mesh axis along which the use varies, the gradient is scattered; over the others, where it is
+    equal on all devices, it is sliced. Algorithms not named in `kernels` are "auto"."""
     words = {op: dict(kernels).get(op, "auto") for op in ("all_gather", "reduce_scatter")}
     narrow = jnp.dtype(x.dtype if dtype is None else dtype)
     # JAX transposes XLA's gather to XLA's scatter itself, and differentiates it forward too.
@@ -52,7 +53,7 @@ def _gather_bwd(
 ) -> tuple[Array]:
     cotangent = cotangent.astype(wide)
     for axis, name, varies in steps:
-        if varies or not check_vma_enabled():  # without the check nobody knows what is equal
+        if varies or not check_vma_enabled():  # without the check, equal gradients are not known
             cotangent = reduce_scatter(cotangent, name, axis=axis, algorithm=scatters_by)
         else:
             cotangent = take_slice(cotangent, name, axis)

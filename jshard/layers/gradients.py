@@ -1,4 +1,4 @@
-"""Gradients of a model: `jshard.value_and_grad`, and the mean over microbatches of a training step."""
+"""Gradients of a model: `jshard.value_and_grad`, and means over the microbatches of a training step."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Differentiate `f` as `nnx.value_and_grad` does, partitioned as under `jshard.shard`.
 
-    The arguments `argnums` are NNX models, whose variables `wrt` are differentiated; or Linen variables, Equinox modules and
-    other trees, whose gradients are None where a leaf is no floating-point array. Where `f` returns the loss of each row, the
-    value is its mean. Where the configuration says `jshard.pipeline`, rows go through its stages in microbatches, by its
-    schedule; value, aux and gradients are the means of theirs. Outside of jit the parameters are moved to where they rest.
+    The arguments `argnums` are NNX models, differentiated by their variables `wrt`; or Linen variables, Equinox modules and
+    other trees, with gradients None for leaves other than floating-point arrays. If `f` returns the loss of each row, the
+    value is the mean. Under `jshard.pipeline` rows go through the stages in microbatches, by the pipeline's schedule; value,
+    aux and gradients are the means over microbatches. Outside of jit the parameters are moved to their shardings at rest.
 
-    Inside a `jax.shard_map` gradients are summed over the mesh axes of `row` once, when `f` is done,
-    instead of layer by layer and in each turn of a loop. One number must be reduced in `f` by `jshard.mean`. The ledger has the
-    sums under the signal that is active here.
+    Inside a `jax.shard_map` gradients are summed over the mesh axes of `row` once, at the end of `f`, instead of in each
+    layer and each iteration of a loop. A scalar loss must be reduced in `f` by `jshard.mean`. The ledger lists the sums under
+    the signal active at this call.
     """
     numbers, own = (argnums,) if isinstance(argnums, int) else tuple(argnums), _mean_loss(f, has_aux=has_aux)
 
@@ -95,23 +95,23 @@ def value_and_grad(
 
 
 def _mean_loss(f: Callable[..., Any], *, has_aux: bool) -> Callable[..., tuple[jax.Array, Any]]:
-    """Return what gives the mean of the loss that `f` returns, and aux, which is None without."""
+    """Return `f` with the mean of its loss, and aux, which is None without `has_aux`."""
 
     @functools.wraps(f)
     def own(*args: object, **kwargs: object) -> tuple[jax.Array, Any]:
-        found, aux = f(*args, **kwargs) if has_aux else (f(*args, **kwargs), None)
-        dtype = getattr(found, "dtype", None)
-        if not isinstance(found, float) and (dtype is None or not jnp.issubdtype(dtype, jnp.inexact)):
-            what = f"an array of {dtype}" if dtype is not None else kind_of(found)
+        loss, aux = f(*args, **kwargs) if has_aux else (f(*args, **kwargs), None)
+        dtype = getattr(loss, "dtype", None)
+        if not isinstance(loss, float) and (dtype is None or not jnp.issubdtype(dtype, jnp.inexact)):
+            what = f"an array of {dtype}" if dtype is not None else kind_of(loss)
             hint = "return the loss, and with has_aux=True a pair of the loss and what else it gives"
             raise JShardError(f"{name_of(f)} returns {what}, which has no gradient", hint=hint)
-        return (mean(found) if jnp.ndim(found) else jnp.asarray(found)), aux
+        return (mean(loss) if jnp.ndim(loss) else jnp.asarray(loss)), aux
 
     return own
 
 
 def _differentiated(f: Callable[..., Any], numbers: Sequence[int], wrt: Any) -> Callable[..., Any]:
-    """Differentiate `f`, which returns a loss and more, by each of these arguments; keywords are counted after the others."""
+    """Differentiate `f`, with a loss and aux as result, by the arguments `numbers`; keywords count after the others."""
 
     def differentiated(*args: object, **kwargs: object) -> Any:
         flat = [*args, *kwargs.values()]
@@ -145,10 +145,10 @@ def _by_schedule(
     *args: object,
     **kwargs: object,
 ) -> Any:
-    """Differentiate by microbatches that go through stages. One vector holds the loss and aux: both are means."""
+    """Differentiate by microbatches through the stages of a pipeline. A vector holds loss and aux: both are means."""
     given = arguments(own, args, kwargs)
     trees = trees_of_parameters(given, names)
-    apart: list[Callable[[jax.Array], Any]] = []  # of each trace, what takes its vector apart
+    apart: list[Callable[[jax.Array], Any]] = []  # for each trace, the function that splits its vector
 
     @functools.wraps(own)
     def of_microbatch(*one: object, **more: object) -> jax.Array:
@@ -156,7 +156,7 @@ def _by_schedule(
         vector, back = value, lambda value: (value, aux)
         if jax.tree.leaves(aux):
             _check_aux(aux, _aux_shapes(own, args, kwargs), asked)
-            # aux has no gradient: the loss is all of the vector that is differentiated
+            # aux has no gradient: only the loss in the vector is differentiated
             vector, back = ravel_pytree((value, jax.tree.map(jax.lax.stop_gradient, aux)))
         apart.append(back)
         return vector
@@ -185,7 +185,7 @@ def _check_is_parameters(x: Any, is_tree: bool, wrt: Any, asked: Pipeline) -> No
 
 
 def _check_aux(aux: object, shapes: Sequence[tuple[int, ...]], asked: Pipeline) -> None:
-    """Refuse aux whose mean over microbatches is not that of all rows, which has these shapes."""
+    """Raise an error for aux with another shape per microbatch than `shapes`: its mean would not be the mean of all rows."""
     for (path, x), shape in zip(jax.tree_util.tree_flatten_with_path(aux)[0], shapes, strict=True):
         dtype, what = getattr(x, "dtype", None), ""
         if not isinstance(x, float) and (dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
@@ -210,21 +210,21 @@ def _aux_shapes(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _gradient(x: Any, wrt: Any, leaves: Sequence[Any]) -> Any:
-    """Return the gradients of the floating-point leaves of an argument in its form; None for other leaves."""
-    found = iter(leaves)
+    """Return the gradients of an argument in its tree structure; None for leaves without floating-point numbers."""
+    gradients = iter(leaves)
     gradient = jax.tree.map(
-        lambda x: next(found) if _is_smooth(x) else None, nnx.state(x, nnx.Param) if is_node(x) else x
+        lambda x: next(gradients) if _is_smooth(x) else None, nnx.state(x, nnx.Param) if is_node(x) else x
     )
     return nnx.filter_state(gradient, wrt) if is_node(x) and wrt is not nnx.Param else gradient
 
 
 def _in_shard_map(f: Callable[..., Any], wrt: Any, *, has_aux: bool) -> Callable[..., Any]:
-    """Differentiate on each device's part, and sum the gradients together."""
+    """Return a function that differentiates on each device's shard, and sums all gradients at the end."""
 
     def own(model: object, *args: object, **kwargs: object) -> tuple[jax.Array, Any]:
-        """Return the loss, to which each device adds its part, and aux."""
-        found, aux = f(model, *args, **kwargs) if has_aux else (f(model, *args, **kwargs), None)
-        return (_part_of_mean(found) if jnp.ndim(found) else found), (jnp.ndim(found), aux)
+        """Return this device's share of the loss, and aux."""
+        loss, aux = f(model, *args, **kwargs) if has_aux else (f(model, *args, **kwargs), None)
+        return (_part_of_mean(loss) if jnp.ndim(loss) else loss), (jnp.ndim(loss), aux)
 
     def differentiated(model: Any, *args: object, **kwargs: object) -> Any:
         present = configuration()
@@ -236,7 +236,7 @@ def _in_shard_map(f: Callable[..., Any], wrt: Any, *, has_aux: bool) -> Callable
         names = tuple(dict.fromkeys(name for signal in present.signals.values() for name in signal.row))
         inside_shard_map(names, "jshard.value_and_grad")
         graph, parameters, rest = nnx.split(model, wrt, ...)
-        # What is no parameter is shared with the model, and changes with it.
+        # Variables other than parameters are shared with the model, and change with it.
         apart = nnx.merge(graph, jax.tree.map(lambda x: pvary(x, names), parameters), rest)
         unsummed = nnx.value_and_grad(own, argnums=nnx.DiffState(0, wrt), has_aux=True)
         (value, (rank, aux)), gradients = unsummed(apart, *args, **kwargs)
@@ -251,7 +251,7 @@ def _in_shard_map(f: Callable[..., Any], wrt: Any, *, has_aux: bool) -> Callable
 
 
 def _microbatches(asked: Pipeline, x: jax.Array) -> jax.Array:
-    """The rows of an array in microbatches, one after the other; what has no rows is given to each."""
+    """Split the rows of an array into consecutive microbatches; a scalar is repeated for each."""
     count = asked.microbatches
     if not jnp.ndim(x):
         return jnp.broadcast_to(x, count)
@@ -267,22 +267,22 @@ def _microbatches(asked: Pipeline, x: jax.Array) -> jax.Array:
 
 
 def _part_of_mean(losses: jax.Array) -> jax.Array:
-    """Return what this device's shard adds to the mean."""
+    """Return this device's share of the mean."""
     ways = math.prod(jax.lax.axis_size(name) for name in jax.typeof(losses).mat.varying)
     return jnp.sum(losses) / (losses.size * ways)
 
 
 def _check_summed(value: jax.Array, names: Names) -> None:
-    left = [name for name in names if name in jax.typeof(value).mat.varying]
-    if left:
+    unreduced = [name for name in names if name in jax.typeof(value).mat.varying]
+    if unreduced:
         raise JShardError(
-            f'the loss under jshard.value_and_grad differs along mesh axis "{left[0]}": each device has that of its part',
+            f'the loss under jshard.value_and_grad differs along mesh axis "{unreduced[0]}": each device has that of its part',
             hint="return the loss of each row, or reduce it: jshard.mean(losses)",
         )
 
 
 def _wide(model: object, gradients: object) -> list[Any]:
-    """Return for each gradient the dtype that its layer's signal sums in."""
+    """Return for each gradient the dtype of its sum, from its layer's signal."""
     placed = model_arrays(model)
     return [
         jnp.dtype(placed[keys_of(path)].reduce_dtype or leaf.dtype)
@@ -291,7 +291,7 @@ def _wide(model: object, gradients: object) -> list[Any]:
 
 
 def _summed(gradients: object, parameters: object, wide: Sequence[Any]) -> Any:
-    """Sum each gradient over the mesh axes over which its parameter is invariant, those over the same axes together."""
+    """Sum each gradient over the mesh axes along which its parameter is equal; sums over the same axes are coalesced."""
     leaves, tree = jax.tree.flatten(gradients)
     alike: dict[tuple[Names, Any], list[int]] = {}
     for number, (leaf, parameter, dtype) in enumerate(zip(leaves, jax.tree.leaves(parameters), wide, strict=True)):
@@ -307,17 +307,18 @@ def _summed(gradients: object, parameters: object, wide: Sequence[Any]) -> Any:
     return jax.tree.unflatten(tree, leaves)
 
 
-# -- microbatches of training, one after the other --
+# -- sequential microbatches of training --
 
 
 def accumulated(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Differentiate `f(model, *batch)` over microbatches: of arrays with an axis of them before their own it returns the mean
-    of the values, and of the gradients, as `nnx.value_and_grad(f)` would of each. The model's other variables (random
-    states, statistics) go from one to the next.
+    """Return a function for the mean value and the mean gradients of `f(model, *batch)` over microbatches.
 
-    On an explicit mesh the loop runs on each device's part, as under `jshard.shard`: each gradient is summed over devices once,
-    behind it; but that of a parameter under `store` is scattered, and the parameter gathered, in each turn, as neither is
-    whole between them. Elsewhere the loop is left to XLA.
+    The batch's arrays have an axis of microbatches before their own axes. The model's other variables (random states,
+    statistics) are carried from a microbatch to the next.
+
+    On an explicit mesh the loop runs on each device's shards, as under `jshard.shard`. Each gradient is summed over devices
+    once, after the loop. A parameter under `store` is gathered, and its gradient scattered, in each iteration, because
+    neither is whole between iterations. On other meshes XLA partitions the loop.
     """
 
     def differentiated(model: Any, *batches: Any) -> Any:
@@ -336,7 +337,7 @@ def _in_turn(f: Callable[..., Any], model: Any, *batches: object) -> Any:
     graph, parameters, variables = nnx.split(model, nnx.Param, ...)
 
     def loss(parameters: object, variables: object, batch: Any) -> tuple[Any, Any]:
-        own = jax.tree.map(lambda x: x, variables)  # of this trace, which may change them
+        own = jax.tree.map(lambda x: x, variables)  # a copy, because the call may change them
         model = nnx.merge(graph, parameters, own)
         value = f(model, *batch)
         return value, nnx.split(model, nnx.Param, ...)[2]

@@ -1,4 +1,4 @@
-"""`jshard.stack`: equal layers as one, run by one scan: what is traced, listed, compiled and proven is one layer."""
+"""`jshard.stack`: equal layers in a scan, so that tracing, listing, compiling and verifying cost as much as a single layer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ B = TypeVar("B", bound=nnx.Module)
 
 
 def stack(Block: Callable[..., B], depth: int, *args: object, rngs: nnx.Rngs, unroll: int = 1, **kwargs: object) -> B:
-    """Build `depth` layers `Block(*args, rngs=rngs, **kwargs)` as one module of that class, whose arrays have the layers along
-    their first axis, and whose call runs all of them: `x` goes through, what else is given is given to each.
+    """Build `depth` layers `Block(*args, rngs=rngs, **kwargs)` as a module of class `Block`, run by a scan.
 
         self.blocks = jshard.stack(Block, 12, config, rngs=rngs)
         x = self.blocks(x, positions)
 
-    Its parameters have the paths that one layer's would have: `blocks/attn/q/kernel`. Each layer draws its own numbers. What a
-    layer changes of itself (a cache, statistics, the count of a Dropout) is kept for each; a `KVCache` of all is carried, and
-    written in place. The backward pass keeps what the signals of its parameters say by `remat`, or the signal that it is
-    built under. `unroll` layers are compiled as one turn of the scan, which takes longer to compile and is faster where a
-    turn's own cost shows, as on CPUs.
+    The module's arrays have the layers along their first axis. A call passes `x` through all layers, and the other arguments
+    to each. Parameters have the paths of a single layer: `blocks/attn/q/kernel`. Each layer draws its own numbers, and keeps
+    its own changed variables (statistics, the count of a Dropout); the scan carries the `KVCache` of all layers, and writes
+    it in place. The backward pass keeps the values named by `remat`, in the signals of the parameters or in the signal around
+    this call. `unroll` layers form an iteration of the scan: compilation takes longer, and small layers run faster on CPUs.
     """
     for count, of in ((depth, "layers"), (unroll, "layers unrolled")):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -43,7 +42,7 @@ def stack(Block: Callable[..., B], depth: int, *args: object, rngs: nnx.Rngs, un
 
 @functools.cache
 def _stacked(cls: type, depth: int, unroll: int, path: tuple[str, ...]) -> type:
-    """A subclass whose call goes through all layers: instances of it are instances of `cls`."""
+    """Return a subclass of `cls` with a call through all layers."""
 
     def call(self: object, x: Any, *args: object, **kwargs: object) -> Any:
         graphdef, parameters, caches, state = nnx.split(self, nnx.Param, KVCache, ...)
@@ -55,11 +54,11 @@ def _stacked(cls: type, depth: int, unroll: int, path: tuple[str, ...]) -> type:
             _, _, caches, state = nnx.split(one, nnx.Param, KVCache, ...)
             return (x, of_all(caches)), state
 
-        signal, _ = resolve(path)  # not entered: layers see the signals that they were built under
+        signal, _ = resolve(path)  # not entered: layers use the signals they were built under
         layer = recomputed(layer, signal.remat if signal is not None else "", in_scan=unroll < depth)
         numbers = jnp.arange(depth) if jax.tree.leaves(caches) else None
-        each = (numbers, parameters, state)
-        (x, caches), state = jax.lax.scan(layer, (x, caches), each, length=depth, unroll=min(unroll, depth))
+        per_layer = (numbers, parameters, state)
+        (x, caches), state = jax.lax.scan(layer, (x, caches), per_layer, length=depth, unroll=min(unroll, depth))
         nnx.update(self, caches, state)
         return x
 
@@ -68,24 +67,26 @@ def _stacked(cls: type, depth: int, unroll: int, path: tuple[str, ...]) -> type:
     return type(cls)(cls.__name__, (cls,), names)
 
 
-# -- keys and values that attention keeps: of one layer, or of all that a scan carries --
+# -- caches of keys and values: of a single layer, or of all layers in a scan --
 
 
 class OfStack(NamedTuple):
-    """What a layer of a stack has for its cache: that of all layers, and its number in each stack around it."""
+    """The cache of a layer in a stack: the array of all layers, and the layer's number in each stack around it."""
 
     stacked: Array
     layer: tuple[Array, ...] = ()
 
 
 class KVCache(nnx.Cache):
-    """Keys or values `[rows, heads, length, size]`, behind an axis of layers where they are stacked. `jshard.stack` carries
-    those of all layers through its scan, and each layer writes its new ones there: nothing else is copied. Heads come first,
-    as products of attention want them: behind the length, each would transpose all of it."""
+    """A cache of keys or values `[rows, heads, length, size]`, after an axis of layers in a stack.
+
+    `jshard.stack` carries the cache of all layers through its scan, and each layer writes only its new entries. Heads come
+    before the length because attention's products would else transpose the whole cache.
+    """
 
     @classmethod
     def zeros(cls, layers: Sequence[int], rows: int, length: int, heads: int, size: int, dtype: DTypeLike) -> KVCache:
-        """Make room for `length` tokens in each row, for each of so many layers."""
+        """Allocate a cache for `length` tokens in each row; `layers` are the sizes of the stacks around it."""
         return cls(jnp.zeros((*layers, rows, heads, length, size), dtype))
 
     def read(self) -> Array:
@@ -96,15 +97,14 @@ class KVCache(nnx.Cache):
         return stacked.swapaxes(1, 2)
 
     def write(self, new: Array, positions: Array | None) -> None:
-        """Write `new[rows, places, heads, size]` to these positions of each row, or without to the first. What is written
-        beyond the length is lost."""
+        """Write `new[rows, places, heads, size]` to `positions` of each row, by default the first; places beyond are lost."""
         stacked, layer = _of_stack(self.get_value())
         at, new = len(layer), new.astype(stacked.dtype)
         rows, _, length, _ = stacked.shape[at:]
         if new.shape[0] != rows or (positions is None and new.shape[1] > length):
             raise JShardError(
                 f"a cache for {rows} rows of {length} tokens was given {new.shape[0]} of {new.shape[1]}",
-                hint=f"call init_cache({new.shape[0]}, {max(length, new.shape[1])}) before",
+                hint=f"call init_cache({new.shape[0]}, {max(length, new.shape[1])}) first",
             )
         if positions is None:
             start = (*layer, *(0,) * new.ndim)
@@ -120,7 +120,7 @@ class KVCache(nnx.Cache):
 
 
 def of_layer(caches: T, number: Any) -> T:
-    """Return the caches of all layers as those of one."""
+    """Return the caches of layer `number`, as views of the stacked caches."""
 
     def one(value: Array) -> OfStack:
         stacked, layer = _of_stack(value)
@@ -130,7 +130,7 @@ def of_layer(caches: T, number: Any) -> T:
 
 
 def of_all(caches: T) -> T:
-    """Return the caches of one layer as those of all."""
+    """Return the stacked caches of all layers from a layer's caches."""
     one = lambda value: OfStack(value.stacked, value.layer[:-1]) if value.layer[1:] else value.stacked
     return jax.tree.map(one, caches, is_leaf=_is_of_stack)
 

@@ -1,5 +1,4 @@
-"""`jshard.Linear`: `flax.nnx.Linear` whose parameters are born where a signal says and whose product runs as it says.
-`jshard.MLP`, two Linears under signals of their own; `jshard.GatedMLP`, Llama's feed-forward layer."""
+"""`jshard.Linear`, a `flax.nnx.Linear` sharded by its signal; `jshard.MLP`, two Linears; `jshard.GatedMLP`, as in Llama."""
 
 from __future__ import annotations
 
@@ -28,13 +27,13 @@ _bias_init = nnx.initializers.zeros_init()
 
 
 class Linear(nnx.Linear, Layer):
-    """`nnx.Linear(in_features, out_features, ...)` with the same arguments and, from the same seed, the same numbers.
-
-    It remembers the signal it was built under; a signal that is active at the call wins. With no configuration loaded,
-    or outside every signal, it is `nnx.Linear`.
+    """An `nnx.Linear(in_features, out_features, ...)` with equal arguments and, from equal seeds, equal numbers.
 
         with jshard.signal("layer1"):
             self.up = jshard.Linear(784, 1024, rngs=rngs)
+
+    It remembers the signal it was built under; a signal active at the call takes precedence. Without a configuration, or
+    outside every signal, it is `nnx.Linear`.
     """
 
     parameter_axes: ClassVar = {"kernel": PRODUCT["w"], "bias": PRODUCT["b"]}
@@ -60,17 +59,17 @@ class Linear(nnx.Linear, Layer):
             )  # fmt: skip
 
     def __call__(self, inputs: jax.Array, out_sharding: object = None) -> jax.Array:
-        """`inputs[..., in_features]` to `[..., out_features]`, lying as the signal says."""
+        """Map `inputs[..., in_features]` to `[..., out_features]`, sharded by the signal."""
         signal, scope = resolve(self.signal_path)
         if signal is None:
-            claim = signal_at(self.signal_path)  # of `jshard.shard`, which traces as for one device
+            claim = signal_at(self.signal_path)  # of `jshard.shard`, which traces the unsharded program
             with scope:
                 if claim is not None and claim.dtype.compute is not None:
                     return self._computing_in(claim.dtype.compute, inputs)
                 return super().__call__(inputs) if out_sharding is None else super().__call__(inputs, out_sharding)
         if out_sharding is not None:
             raise JShardError(
-                f"{signal} says where the output lies, and so does out_sharding=", hint="remove out_sharding="
+                f"{signal} sets the sharding of the output, and so does out_sharding=", hint="remove out_sharding="
             )
         inputs = as_array(inputs, label=str(signal))
         if jnp.shape(inputs)[-1:] != (self.in_features,) and not jax.sharding.get_abstract_mesh().manual_axes:
@@ -91,8 +90,7 @@ class Linear(nnx.Linear, Layer):
             return multiply(inputs, self.kernel[...], bias, signal, arithmetic, features=features)
 
     def _computing_in(self, dtype: str, inputs: jax.Array) -> jax.Array:
-        """Compute in `dtype`, and return it. Operands of the product keep theirs: `jshard.shard` casts them where it sums their
-        gradients."""
+        """Compute with a result in `dtype`. `jshard.shard` casts the operands, where it sums their gradients."""
         bias = None if self.bias is None else self.bias[...]
         x, w, b = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
         y = self.dot_general(
@@ -104,10 +102,11 @@ class Linear(nnx.Linear, Layer):
 
 
 class MLP(Layer):
-    """`down(activation(up(x)))`. `up` is built and called under signal `signals[0]`, `down` under `signals[1]`, both nested
-    in the signal that the MLP itself is under. With `up: {column: t}` and `down: {reduction: t}` it costs one all-reduce.
+    """A feed-forward layer `down(activation(up(x)))`.
 
-    Under a signal with `compile: true`, a call outside jit is one program.
+    `up` is built and called under signal `signals[0]`, `down` under `signals[1]`, both nested in the MLP's own signal. With
+    `up: {column: t}` and `down: {reduction: t}` it costs an all-reduce. Under a signal with `compile: true`, a call outside
+    jit is a single program.
     """
 
     def __init__(
@@ -142,8 +141,8 @@ def one_program(graphdef: Any, state: tuple[Any, ...], x: jax.Array) -> jax.Arra
 
 
 class GatedMLP(nnx.Module):
-    """`down(activation(gate(x)) * up(x))`. `column: tensor` of gate and up with `reduction: tensor` of down costs one
-    all-reduce forward and one backward."""
+    """A gated feed-forward layer `down(activation(gate(x)) * up(x))`. `column: tensor` of gate and
+    up with `reduction: tensor` of down costs an all-reduce forward and another backward."""
 
     def __init__(
         self, width: int, hidden: int, *, activation: Callable[[jax.Array], jax.Array] = nnx.silu, use_bias: bool = False,

@@ -1,4 +1,4 @@
-"""Which arguments of a call are parameters: Linen's, a TrainState's, Equinox's, or a tree of arrays that is called `params`."""
+"""The detection of parameters in arguments: Linen's variables, a TrainState, Equinox's models, or a tree named `params`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from jshard.signals.globs import OTHERS, Glob, ParameterPath
 
 
 def trees_of_parameters(given: Mapping[str, Any], names: Sequence[str] = ("params",)) -> dict[str, Any]:
-    """Find the arguments that hold parameters: Linen's variables, a TrainState, a model that is a callable tree of arrays, as
-    of Equinox, and the arguments of these names."""
+    """Return the arguments with parameters: Linen's variables, a TrainState, a callable tree such as Equinox's, or `names`."""
     return {
         name: tree
         for name, tree in given.items()
@@ -32,26 +31,26 @@ def trees_of_parameters(given: Mapping[str, Any], names: Sequence[str] = ("param
 
 
 def has_params(tree: object) -> bool:
-    """Whether a tree has a part `params`, as Linen's variables and a TrainState; of these only `params` are parameters."""
+    """Return True if a tree has a part `params`, its only parameters, as Linen's variables and a TrainState."""
     if isinstance(tree, Mapping):
         return isinstance(tree.get("params"), Mapping)
     return isinstance(getattr(tree, "params", None), Mapping) and not _is_nnx(tree) and not all_leaves([tree])
 
 
 def is_callable_tree(tree: object) -> bool:
-    """Whether a value is called like a function and is a tree of floating-point arrays, as a model of Equinox is."""
+    """Return True for a callable tree of floating-point arrays, such as a model of Equinox."""
     if not callable(tree) or isinstance(tree, (type, functools.partial)) or _is_nnx(tree):
         return False
     return not all_leaves([tree]) and any(map(_is_floating, jax.tree.leaves(tree)))
 
 
 def check_names(f: Callable[..., Any], names: Sequence[str]) -> None:
-    """Refuse a name of parameters that the function has no argument of."""
+    """Raise an error for a name in `parameters=` that is not an argument of the function."""
     try:
         known = inspect.signature(f).parameters
-    except (TypeError, ValueError):  # of C, say
+    except (TypeError, ValueError):  # a function in C
         return
-    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return
     for name in names:
         if name not in known:
@@ -64,7 +63,7 @@ def check_names(f: Callable[..., Any], names: Sequence[str]) -> None:
 def check_nothing_looks_like_parameters(
     f: Callable[..., Any], given: Mapping[str, Any], present: Configuration
 ) -> None:
-    """Refuse a call whose parameters have another name, where signals claim some: they would not be split."""
+    """Raise an error for parameters under an unknown name if signals claim parameters: they would not be split."""
     if not present.has_claims and not present.splits_parameters:
         return
     names = [name for name, tree in given.items() if _looks_like_parameters(tree, name, present)]
@@ -78,11 +77,11 @@ def check_nothing_looks_like_parameters(
 
 
 def _looks_like_parameters(tree: object, name: str, present: Configuration) -> bool:
-    """Whether a tree of floating-point arrays is nested, or has a path that a glob fits."""
-    found, _ = jax.tree_util.tree_flatten_with_path(tree)
-    paths = [words_of(path) for path, x in found if _is_floating(x)]
+    """Return True if a tree of floating-point arrays is nested, or a glob matches a path in it."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [words_of(path) for path, x in leaves if _is_floating(x)]
     globs = [Glob(glob) for signal in present.signals.values() for glob in signal.match if glob != OTHERS]
-    nested = isinstance(tree, Mapping) and any(isinstance(each, Mapping) for each in tree.values())
+    nested = isinstance(tree, Mapping) and any(isinstance(branch, Mapping) for branch in tree.values())
     return bool(paths) and (
         nested or any(path and glob.fits(ParameterPath.of(name, slashed(path))) for path in paths for glob in globs)
     )
@@ -93,18 +92,18 @@ def _is_floating(x: Shaped) -> bool:
 
 
 def arguments(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, those by place first. One whose name a keyword has too goes by its number."""
+    """Return the arguments of a call by name, first positional; a name also used as a keyword becomes a number."""
     names = [f"argument {at}" if name in kwargs else name for at, name in enumerate(positional_names(f, len(args)))]
     return dict(zip((*names, *kwargs), (*args, *kwargs.values()), strict=True))
 
 
 def positional_names(f: Callable[..., Any], count: int) -> list[str]:
-    """Return the names that `f` has for its first arguments; of those without a name, as "argument 2"."""
+    """Return the names of the first `count` parameters of `f`; "argument 2" if it has no name."""
     try:
         known = inspect.signature(f).parameters.values()
-    except (TypeError, ValueError):  # of C, say
+    except (TypeError, ValueError):  # a function in C
         known = ()
-    names = [each.name for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    names = [parameter.name for parameter in known if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD]
     return [*names[:count], *(f"argument {at}" for at in range(len(names), count))]
 
 

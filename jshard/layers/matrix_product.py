@@ -1,4 +1,4 @@
-"""`jshard.matmul`: a product without a layer, as the active signal says, or the cheapest way when none says."""
+"""`jshard.matmul`: a product without a layer, by the active signal's strategy or else the cheapest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jshard.signals.active_config import configuration, mesh, mesh_to_choose_for
 from jshard.signals.scope import active, resolve
 from jshard.signals.signal import Signal
 
-# What a chip multiplies in the time that a byte takes to leave it: 400 on v5p, 500 on v5e, 1,100 on v6e and H100 (chips.py).
+# Multiplications of a chip in the time of a byte on the wire: 400 on v5p, 500 on v5e, 1,100 on v6e and H100 (chips.py).
 MULTIPLICATIONS_A_BYTE = 500
 NOBODY = Signal("jshard.matmul")
 _promoted = functools.partial(promote_dtype, inexact=False)  # as jnp.matmul promotes: integers stay integers
@@ -39,19 +39,19 @@ _promoted = functools.partial(promote_dtype, inexact=False)  # as jnp.matmul pro
 def matmul(x: Any, w: Any, *, precision: object = None) -> jax.Array:
     """Compute `x[..., K] @ w[K, N]` by the strategy of the active signal.
 
-    If the signal names none, choose the strategy that costs the least wire and arithmetic, given the layouts of x and w. The
-    backward pass counts where JAX traces a gradient here. `explain` and `JSHARD_LOG=collectives` show the choice with its
-    price. With no configuration loaded return `x @ w`.
+    If the signal names no strategy, choose the cheapest in wire and arithmetic, given the layouts of x and w. The cost
+    includes the backward pass if JAX traces a gradient here. `explain` and `JSHARD_LOG=collectives` show the choice with its
+    cost. Without a configuration return `x @ w`.
     """
     signal, scope = resolve(())
     with scope:
-        x, w = (jnp.asarray(as_array(each, label="jshard.matmul")) for each in (x, w))
+        x, w = (jnp.asarray(as_array(operand, label="jshard.matmul")) for operand in (x, w))
         return _product(x, w, signal, precision)
 
 
 def _product(x: jax.Array, w: jax.Array, signal: Signal | None, precision: Any) -> jax.Array:
     is_local = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    stored_part = is_local and signal is not None and bool(signal.store or signal.shard)  # of w; the body gathers it
+    stored_part = is_local and signal is not None and bool(signal.store or signal.shard)  # the body gathers w
     if w.ndim != 2 or not x.ndim or (x.shape[-1] != w.shape[0] and not stored_part):
         raise JShardError(
             f"jshard.matmul of {x.shape} and {w.shape}: the last axis of x does not match the first of w",
@@ -74,24 +74,26 @@ def _product(x: jax.Array, w: jax.Array, signal: Signal | None, precision: Any) 
 
 
 def choose(x: jax.Array, w: jax.Array) -> list[Candidate]:
-    """List every strategy of `matmul(x, w)` for the layouts of x and w, cheapest first, each with its price."""
+    """List all strategies of `matmul(x, w)` for the layouts of x and w with their costs, cheapest first."""
     on = _mesh_of(x, w)
     sizes = mesh_to_choose_for() if on == mesh() else on
     signal = active() or NOBODY
     summed = signal.dtype.reduce or signal.dtype.compute or jnp.result_type(x, w)
     left, right = (
         Operand(
-            Layout(sizes, *(Layout.of(each) or replicated(on, jnp.ndim(each))).axes),
-            jnp.shape(each),
-            jnp.result_type(each).itemsize,
-            _is_differentiated(each),
+            Layout(sizes, *(Layout.of(array) or replicated(on, jnp.ndim(array))).axes),
+            jnp.shape(array),
+            jnp.result_type(array).itemsize,
+            _is_differentiated(array),
         )
-        for each in (x, w)
+        for array in (x, w)
     )
-    found = choices(left, right, jnp.dtype(summed).itemsize, on)
-    if _is_hidden(x, w, on):  # work that is not divided would gather what may lie split
-        found.sort(key=lambda choice: (choice.multiplications, choice.cost))
-    return [dataclasses.replace(each, strategy=dataclasses.replace(each.strategy, mesh=on)) for each in found]
+    candidates = choices(left, right, jnp.dtype(summed).itemsize, on)
+    if _is_hidden(x, w, on):  # undivided work would gather operands that may be split
+        candidates.sort(key=lambda choice: (choice.multiplications, choice.cost))
+    return [
+        dataclasses.replace(choice, strategy=dataclasses.replace(choice.strategy, mesh=on)) for choice in candidates
+    ]
 
 
 def _names_a_strategy(signal: Signal) -> bool:
@@ -99,14 +101,14 @@ def _names_a_strategy(signal: Signal) -> bool:
 
 
 def _mesh_of(x: jax.Array, w: jax.Array) -> Mesh:
-    """Return the mesh of the operands, which is the loaded one unless they were placed on some devices of it."""
-    found = [layout.mesh for layout in map(Layout.of, (x, w)) if layout is not None and isinstance(layout.mesh, Mesh)]
-    if len(set(found)) >= 2:
+    """Return the mesh of the operands: the loaded mesh, or a slice on which they were placed."""
+    meshes = [layout.mesh for layout in map(Layout.of, (x, w)) if layout is not None and isinstance(layout.mesh, Mesh)]
+    if len(set(meshes)) >= 2:
         raise JShardError(
-            f"jshard.matmul of arrays on different devices: x on {_devices(found[0])}, w on {_devices(found[1])}",
+            f"jshard.matmul of arrays on different devices: x on {_devices(meshes[0])}, w on {_devices(meshes[1])}",
             hint="place both under one signal: jshard.signal.tensor(x, name=...)",
         )
-    return found[0] if found else mesh()
+    return meshes[0] if meshes else mesh()
 
 
 def _devices(mesh: Mesh) -> str:
@@ -114,23 +116,23 @@ def _devices(mesh: Mesh) -> str:
 
 
 def _is_differentiated(x: object) -> bool:
-    """Return whether JAX traces a derivative by `x`: inside a jit, scan or remat of its own nothing tells."""
+    """Return True if JAX traces a derivative by `x`; inside a nested jit, scan or remat this is not known."""
     while isinstance(x, BatchTracer):
         x = x.val
     return isinstance(x, (JVPTracer, LinearizeTracer))
 
 
 def _is_hidden(x: object, w: object, mesh: Mesh) -> bool:
-    """Return whether an operand does not tell how it is sharded: inside jit on an auto mesh."""
-    return not is_explicit(mesh) and any(isinstance(each, Tracer) for each in (x, w))
+    """Return True if an operand's sharding is unknown: inside jit on an auto mesh."""
+    return not is_explicit(mesh) and (isinstance(x, Tracer) or isinstance(w, Tracer))
 
 
-# -- the strategies of a product, and what each costs in wire and arithmetic --
+# -- the strategies of a product, and their costs in wire and arithmetic --
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """An array of a product: its layout now, its shape, the bytes of one number, and whether its gradient is computed."""
+    """An operand of a product: its present layout, its shape and item size; `has_gradient` if a gradient is computed."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -138,7 +140,7 @@ class Operand:
     has_gradient: bool = True
 
     def moved(self, target: Layout) -> tuple[int, int, int]:
-        """Price `redistribute` to `target`: wire bytes per device forward and backward, and the number of steps."""
+        """Return the cost of `redistribute` to `target`: wire bytes per device forward and backward, and collectives."""
         mesh, axes = target.mesh, [list(names) for names in self.layout.axes]
         forward = backward = collectives = 0
         for step in plan_moves(self.layout.axes, target.axes):
@@ -147,10 +149,10 @@ class Operand:
                 size // _ways(mesh, names) for size, names in zip(self.shape, axes, strict=True)
             )
             match step.kind:
-                case "slice":  # a slice that every device has is of a gradient that must be gathered
+                case "slice":  # backward, the gradient is gathered
                     axes[step.axis].append(step.mesh_axis)
                     backward += COLLECTIVES["all_gather"].wire(part, group)
-                case "all_gather":  # and what all devices gather, of a gradient that is only sliced
+                case "all_gather":  # backward, the gradient is only sliced
                     axes[step.axis].pop()
                     forward += COLLECTIVES["all_gather"].wire(part * group, group)
                 case _:
@@ -163,19 +165,19 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way to run a product: its strategy, its wire bytes per device forward and for the gradients, and its arithmetic."""
+    """A strategy for a product with its costs: wire bytes per device forward and backward, and arithmetic."""
 
     strategy: Strategy
     wire: int
     backward: int
     collectives: int
     multiplications: int  # of one product, per device
-    ways: int = 1  # that they are divided
-    gradients: int = 2  # the number of gradients that are computed, each a product of the same size
+    ways: int = 1  # the number of shares of the multiplications
+    gradients: int = 2  # the number of computed gradients, each a product of equal size
 
     @property
     def cost(self) -> float:
-        """Return the bytes on the wire per device, plus the arithmetic as the bytes that pass in its time."""
+        """The wire bytes per device, plus the arithmetic in bytes of equal time."""
         products = 1 + self.gradients
         return self.wire + self.backward + products * self.multiplications / MULTIPLICATIONS_A_BYTE
 
@@ -193,16 +195,16 @@ class Candidate:
 
 
 def choices(x: Operand, w: Operand, itemsize: int, runs_on: Mesh) -> list[Candidate]:
-    """List every strategy that divides the sizes, cheapest first: by cost, then by forward's wire bytes, then by the number of
-    steps, then row before column before reduction. `itemsize` is that of the numbers that are summed; sizes divide on
-    `runs_on` too."""
+    """List every strategy that divides the sizes, on `runs_on` too, cheapest first. They are
+    ordered by cost, then forward's wire bytes, then the number of collectives, then row before
+    column before reduction. `itemsize` is of the summed numbers."""
     mesh, rank = x.layout.mesh, len(x.shape)
-    present = dict.fromkeys((*x.layout.mesh_axes, *w.layout.mesh_axes, *mesh.axis_names))  # in the order they lie in
+    present = dict.fromkeys((*x.layout.mesh_axes, *w.layout.mesh_axes, *mesh.axis_names))  # in the layouts' order
     names = [name for name in present if mesh.shape[name] >= 2]
     loops = (*(["row"] if rank >= 2 else []), *(["sequence"] if rank >= 3 else []), "column", "reduction", "none")
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     split: dict[str, Any]
-    # A batch that is split stays so where w is whole: one product must not gather it for all that follow.
+    # A split batch stays split if w is whole: a single product must not gather it for all later layers.
     batch = set(x.layout.axes[0] if rank >= 2 else ()) - set(w.layout.mesh_axes)
     for taken in itertools.product(*(["row"] if name in batch else loops for name in names)):
         split = {loop: tuple(n for n, its in zip(names, taken, strict=True) if its == loop) for loop in loops}
@@ -211,8 +213,8 @@ def choices(x: Operand, w: Operand, itemsize: int, runs_on: Mesh) -> list[Candid
             strategy = Strategy(mesh, **split, output=output)
             sizes = strategy.splits(x.shape, *w.shape)
             if not any(size % _ways(on, names) for _, size, names, _ in sizes for on in (mesh, runs_on)):
-                found.append(_priced(x, w, strategy, itemsize))
-    return sorted(found, key=lambda choice: (choice.cost, choice.wire, choice.collectives))
+                candidates.append(_priced(x, w, strategy, itemsize))
+    return sorted(candidates, key=lambda choice: (choice.cost, choice.wire, choice.collectives))
 
 
 def _priced(x: Operand, w: Operand, strategy: Strategy, itemsize: int) -> Candidate:
@@ -222,7 +224,7 @@ def _priced(x: Operand, w: Operand, strategy: Strategy, itemsize: int) -> Candid
     forward, backward, collectives = map(sum, zip(*moves, strict=True))
     rows = math.prod(x.shape[:-1]) // _ways(mesh, strategy.batch)
     part = itemsize * rows * w.shape[1] // _ways(mesh, strategy.column)
-    if strategy.scattered:  # one mesh axis at a time, each of what the one before has left; gathered again backward
+    if strategy.scattered:  # one mesh axis after the other, of the remaining part; gathered again backward
         for name in strategy.scattered:
             forward += COLLECTIVES["reduce_scatter"].wire(part, mesh.shape[name])
             backward += COLLECTIVES["all_gather"].wire(part, mesh.shape[name]) * (x.has_gradient or w.has_gradient)
@@ -231,7 +233,7 @@ def _priced(x: Operand, w: Operand, strategy: Strategy, itemsize: int) -> Candid
     elif strategy.reduction:
         forward += COLLECTIVES["all_reduce"].wire(part, _ways(mesh, strategy.reduction))
         collectives += 1
-    # The gradient of an operand is summed over the devices that multiplied it by different parts of the other operand.
+    # An operand's gradient is summed over the devices with different shards of the other operand.
     for operand, layout, summed in ((x, strategy.x(rank), strategy.column), (w, kernel, strategy.batch)):
         size = math.prod(layout.shard_shape(operand.shape)) * operand.has_gradient
         backward += COLLECTIVES["all_reduce"].wire(itemsize * size, _ways(mesh, summed))

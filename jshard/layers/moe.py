@@ -1,4 +1,4 @@
-"""`jshard.MoE`: a feed-forward layer of experts, of which each token goes to a few."""
+"""`jshard.MoE`: a mixture-of-experts feed-forward layer."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from jshard.signals.active_config import configuration
 
 
 class MoE(nnx.Module):
-    """`sum of weight * down_e(activation(gate_e(x)) * up_e(x))` over the `top_k` experts e that a router chooses for a token.
+    """The sum of `weight * down_e(activation(gate_e(x)) * up_e(x))` over the `top_k` experts e chosen by a router.
 
     Parameters: `router/kernel` (width, experts), `gate/kernel` and `up/kernel` (experts, width, hidden), `down/kernel`
-    (experts, hidden, width). The router computes in float32; the weights of a token's experts add to one. With a `capacity` an
-    expert takes at most `capacity * top_k * T / experts` tokens of a row of T, in their order, and drops the others: which ones
-    hangs on no mesh. With None nothing is dropped, and each expert has room for all: experts / top_k times the work; so it is
-    in a view (`nnx.view`) that is `dropless`, as generation's is: a text goes on alike, however long the prompts beside it are.
+    (experts, hidden, width). The router computes in float32; the weights of a token's experts add to 1. With a `capacity` an
+    expert takes the first `capacity * top_k * T / experts` tokens of a row of T, and drops the others; the choice is equal
+    on every mesh. With None nothing is dropped, and each expert has room for all tokens, at experts / top_k times the work.
+    A `dropless` view (`nnx.view`), such as generation's, also drops nothing, so that a text does not depend on other prompts.
 
-    Each call sets `auxiliary`: `balance` times the load-balance loss, which is 1 where all experts are chosen alike, and
+    Each call sets `auxiliary`: `balance` times the load-balance loss, which is 1 for a uniform choice of experts, and
     `router_z` times the mean square of the log of the router's denominators.
 
-    `expert: axis` splits the experts, beside `column` of gate and up and `reduction` of down. Where rows are split over that
-    mesh axis too (`row: [data, expert]`) tokens go to their experts and back by an all-to-all each.
+    `expert: axis` splits the experts, in addition to `column` of gate and up and `reduction` of down. If rows are split over
+    this mesh axis too (`row: [data, expert]`), an all-to-all moves tokens to their experts, and another moves them back.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class MoE(nnx.Module):
         self.auxiliary.set_value(self.balance * balance + self.router_z * z)
 
     def _slots(self, chosen: Array, one_hot: Array, length: int) -> tuple[Array, int]:
-        """Return where each choice goes, an expert and a place in its room, or beyond all where there is none; and the room."""
+        """Return the slot of each choice, and the slots per expert; a dropped choice has a slot beyond all experts'."""
         room = length
         if self.capacity is not None and not self.dropless:
             room = min(length, -int(-self.capacity * one_hot.shape[1] // self.experts))
@@ -99,13 +99,13 @@ class MoE(nnx.Module):
 
 
 def _sources(slots: Array, count: int, top_k: int) -> Array:
-    """Return which token goes to each place; where none does the first, of which nothing is read."""
+    """Return the token of each slot; empty slots have token 0, whose result is not read."""
     tokens = jnp.arange(slots.shape[1]) // top_k
     return jax.vmap(lambda slots: jnp.zeros_like(tokens, shape=count).at[slots].set(tokens, mode="drop"))(slots)
 
 
 def _at(x: Array, places: Array) -> Array:
-    """Return rows of x at places, zeros beyond."""
+    """Return the rows of x at `places`, with zeros beyond the end."""
     return jnp.take_along_axis(x, places[..., None], axis=1, mode="fill", fill_value=0)
 
 
@@ -113,18 +113,18 @@ def _at(x: Array, places: Array) -> Array:
 
 
 def exchanged(x: Array, *, back: bool = False) -> Array:
-    """Bring what stands for experts `x[rows, experts, ...]` to the devices that have them, or back to those of the rows."""
+    """Move the slots `x[rows, experts, ...]` to the experts' devices, or `back` to the rows' devices."""
     present = configuration()
     signals = [] if present is None else list(present.signals.values())
-    found = {signal.expert: signal for signal in signals if signal.expert}
-    if len(found) > 1:
-        one, other, *_ = found.values()
+    by_axes = {signal.expert: signal for signal in signals if signal.expert}
+    if len(by_axes) > 1:
+        one, other, *_ = by_axes.values()
         raise JShardError(
             f"{one} splits experts over {'+'.join(one.expert)}, and {other} over {'+'.join(other.expert)}",
             hint="give both the same expert: tokens go to their experts one way",
         )
-    for names, signal in found.items():
-        rows = tuple(name for name in names if any(name in each.row for each in signals))
+    for names, signal in by_axes.items():
+        rows = tuple(name for name in names if any(name in other.row for other in signals))
         return _exchange(names, rows, signal.name, signal.label("expert"))[back](x)
     return x
 
@@ -133,7 +133,7 @@ def exchanged(x: Array, *, back: bool = False) -> Array:
 def _exchange(
     names: tuple[str, ...], rows: tuple[str, ...], claim: str, label: str
 ) -> tuple[Callable[[Array], Array], ...]:
-    """Return both ways, each the gradient of the other."""
+    """Return the exchange and its inverse, each the gradient of the other."""
 
     def brought(back: bool, axes: Axes) -> Axes:
         first, second = (tuple(name for name in each if name not in names) for each in axes[:2])

@@ -1,4 +1,4 @@
-"""The claim of each parameter of a traced program: by the layer around it, the signal that is active at its use, or a glob."""
+"""The claim of each parameter of a traced program: by its layer, the active signal at its use, or a glob."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from jshard.signals.plain_layers import LAYERS
 from jshard.signals.signal import Signal
 
 Names = tuple[str, ...]  # of nested signals, outermost first
-Source = frozenset[str] | None  # the parameters that a value is computed from; None: from data too
-KERNELS = ("all_gather", "all_reduce", "reduce_scatter")  # ops whose algorithm a signal may name
+Source = frozenset[str] | None  # the parameters from which a value is computed; None if from data too
+KERNELS = ("all_gather", "all_reduce", "reduce_scatter")  # ops with an algorithm in a signal
 
 
 def program_claims(
@@ -31,33 +31,33 @@ def program_claims(
     owners: Mapping[str, type | None],
     active: Mapping[str, Sequence[ActiveSignal]],
 ) -> dict[str, Claim]:
-    """Find the claim of each parameter of a program, by path.
+    """Return the claim of each parameter of a program, by path.
 
-    `layers` has the signal that the layer of jshard around it was built under, which comes first, `owners` the class of its
-    model, and `active` the signals that are active where the program uses it. A parameter that another program uses under a
-    signal keeps that claim.
+    For each parameter, `layers` holds the signal its jshard layer was built under, which takes precedence, `owners` the class
+    of its model, and `active` the active signals at its uses in the program. A parameter used under a signal in another
+    program keeps that claim.
     """
     present = configuration()
     assert present is not None
-    left = [path for path, layer in layers.items() if not layer]
-    by_use = {path: found for path, found in claims_by_use(present, active).items() if not layers[path]}
-    for path in left:
+    free = [path for path, layer in layers.items() if not layer]
+    by_use = {path: uses for path, uses in claims_by_use(present, active).items() if not layers[path]}
+    for path in free:
         if path not in by_use and (key := (owners[path], below(path))) in present.used:
             signal, line = present.used[key]
             by_use[path] = [Claim(signal, "", line=line)]
     if present.workers:  # in GT's form the first use decides
-        by_use = {path: found[:1] for path, found in by_use.items()}
+        by_use = {path: uses[:1] for path, uses in by_use.items()}
     in_vain = not present.workers and (by_use or (present.splits_parameters and not any(layers.values())))
     must = present.has_claims or present.default or in_vain
-    found = claims(present, left, by_use) if left and must else {path: first for path, (first, *_) in by_use.items()}
-    found |= {path: Claim(present.lookup(layer), "") for path, layer in layers.items() if layer}
-    for path, claim in found.items():
+    claimed = claims(present, free, by_use) if free and must else {path: first for path, (first, *_) in by_use.items()}
+    claimed |= {path: Claim(present.lookup(layer), "") for path, layer in layers.items() if layer}
+    for path, claim in claimed.items():
         _check_words(claim.signal, path)
-    return staged(present, found)
+    return staged(present, claimed)
 
 
 def _check_words(signal: Signal, path: str) -> None:
-    """Refuse what a signal asks for and the partition does not do."""
+    """Raise an error for a word of a signal that the partition does not support."""
     asked = {
         **{f"dtype.{key}": getattr(signal.dtype, key) for key in ("compute", "reduce") if not is_explicit(mesh())},
         **{
@@ -76,59 +76,59 @@ def _check_words(signal: Signal, path: str) -> None:
 
 
 def is_run_by_claims(present: Configuration, built: Callable[[], nnx.Module]) -> bool:
-    """Whether `jshard.shard` is to run a model: signals claim parameters by globs or on stages, or split the parameters of
-    a model that has no layer of jshard's."""
+    """Return True if `jshard.shard` must run a model. Then signals claim parameters by globs or
+    stages, or split the parameters of a model without jshard's layers."""
     if present.has_claims or present.workers:
         return True
-    return present.splits_parameters and not any(
-        each.signal_path for each in built_arrays(nnx.eval_shape(built)).values()
-    )
+    if not present.splits_parameters:
+        return False
+    return not any(array.signal_path for array in built_arrays(nnx.eval_shape(built)).values())
 
 
-# -- which signals are active where a program uses its parameters --
+# -- the active signals at the uses of a program's parameters --
 
 
 @dataclasses.dataclass(frozen=True)
 class ActiveSignal:
-    """The names of the signals that are active where an equation uses a parameter, and the line of the program."""
+    """The names of the active signals at a parameter's use, and the line of the program."""
 
     names: Names
     line: str
-    rank: int  # of the parameter where it is used first: in a loop without the axis of its trips
-    is_layer: bool  # whether the equation is a product or a lookup
+    rank: int  # of the parameter at its first use: in a loop, without the loop's axis
+    is_layer: bool  # True for a product or a lookup
 
 
 def active_signals(
     program: Any, paths: Sequence[str], lines: Mapping[Names, Collection[str]], around: Names
 ) -> dict[str, list[ActiveSignal]]:
-    """Find the signals that each parameter is used under, in program order.
+    """Return the active signals at each parameter's uses, in program order.
 
     `paths` names the parameters among the inputs ("" for data), `lines` has the lines of each `with`, and the signals `around`
-    are active for the whole program. A use combines a parameter with data. A parameter without such a use under a signal has
-    the signals that it is cast, reshaped or scaled under.
+    are active for the whole program. A use combines a parameter with data. A parameter without a use under a signal has the
+    signals of its casts, reshapes and scalings instead.
     """
     walk = _Walk(lines)
     walk.run(bare(program), [frozenset((path,)) if path else None for path in paths], Cause(around))
     return {path: list((walk.uses.get(path) or walk.changes[path]).values()) for path in {**walk.uses, **walk.changes}}
 
 
-def claims_by_use(present: Configuration, found: Mapping[str, Sequence[ActiveSignal]]) -> dict[str, list[Claim]]:
-    """Return the claim of each parameter by the signal that its first use is under, then those of products and lookups under
-    signals that say something else. A name that the configuration does not have claims nothing."""
+def claims_by_use(present: Configuration, active: Mapping[str, Sequence[ActiveSignal]]) -> dict[str, list[Claim]]:
+    """Return the claims of each parameter: first by its first use, then by products and lookups
+    under different signals. A name missing in the configuration claims nothing."""
     claimed: dict[str, list[Claim]] = {}
-    for path, uses in found.items():
+    for path, uses in active.items():
         for use in uses:
             if not present.names(use.names):
                 continue
             claims = claimed.setdefault(path, [])
             claim = Claim(present.lookup(use.names), "", line=use.line)
-            if not claims or (use.is_layer and claim.signal not in [each.signal for each in claims]):
+            if not claims or (use.is_layer and claim.signal not in [other.signal for other in claims]):
                 claims.append(claim)
     return claimed
 
 
 class _Walk:
-    """A walk over a program that follows its parameters, through casts, loops and calls, to where they are used."""
+    """A walk over a program from its parameters, through casts, loops and calls, to their uses."""
 
     def __init__(self, lines: Mapping[Names, Collection[str]]):
         self.lines = lines
@@ -142,7 +142,7 @@ class _Walk:
         return evaluate(jaxpr, given, step, constant=lambda literal: frozenset())
 
     def results(self, eqn: Eqn, sources: list[Source], here: Cause) -> list[Source]:
-        if not any(sources):  # no parameter goes in
+        if not any(sources):  # no operand comes from a parameter
             return [None if None in sources else frozenset()] * len(eqn.outvars)
         outs: list[Source] = []
         for body, operands in bodies(eqn, sources):
@@ -160,16 +160,13 @@ class _Walk:
                 table.setdefault(path, {}).setdefault(key, ActiveSignal(here.path, line, rank, key[1]))
         if None in sources:
             return [None] * len(eqn.outvars)
-        # a number that is computed from a parameter, as its norm, is no layer's array
+        # a scalar computed from a parameter, such as its norm, is not an array of a layer
         return [parameters if getattr(v.aval, "ndim", 0) else frozenset() for v in eqn.outvars]
 
 
 def _nearest(source: str, lines: Collection[str]) -> str:
-    """The line of the `with` around a line of the program: the last above it in its file, else any, else that line itself."""
+    """Return the line of the `with` around a program line: the last above it in its file, else any, else the line."""
     number = lambda line: int(line.rpartition(":")[2] or 0)
-    above = [
-        each
-        for each in lines
-        if each.rpartition(":")[0] == source.rpartition(":")[0] and number(each) <= number(source)
-    ]
+    in_file = [line for line in lines if line.rpartition(":")[0] == source.rpartition(":")[0]]
+    above = [line for line in in_file if number(line) <= number(source)]
     return max(above, key=number, default=min(lines, default=source))

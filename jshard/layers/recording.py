@@ -1,7 +1,7 @@
-"""Find where the arguments of a function rest, from one abstract trace of it.
+"""The layouts at rest of a function's arguments, recorded in an abstract trace.
 
-Each array that goes into a partitioned call is marked by an equation `name` with a number. The layout that the call takes the
-array in belongs to the argument that the marked variable comes from.
+Each array passed to a partitioned call is marked by an equation `name` with a number. The array's layout in the call is
+assigned to the argument from which the marked variable comes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MARK = "jshard at rest "
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """An array as a partitioned call takes it; `placed` is known of a parameter."""
+    """The layout and dtype of an array in a partitioned call; a parameter has `placed`."""
 
     layout: Layout
     dtype: Any = None  # None: its own
@@ -50,21 +50,21 @@ class Taken:
 
 @dataclasses.dataclass
 class Recording:
-    """The arrays that the partitioned calls of one trace take, and the mesh axes that split the rows of their batches."""
+    """The layouts of the arrays in a trace's partitioned calls, and the mesh axes of the rows of their batches."""
 
     found: list[Taken] = dataclasses.field(default_factory=list)
     rows: tuple[str, ...] = ()
 
     def mark(self, x: jax.Array, taken: Taken) -> Any:
-        """Return the array behind an equation that holds the number of `taken`."""
+        """Return the array after an equation with the number of `taken`."""
         self.found.append(taken)
         return checkpoint_name(x, f"{MARK}{len(self.found) - 1}")
 
     def of_arguments(self, jaxpr: Jaxpr) -> dict[int, Taken]:
-        """Return how the trace takes its arguments, by their numbers."""
-        found: dict[int, int] = {}
-        _follow(jaxpr, range(len(bare(jaxpr).invars)), found)
-        return {argument: self.found[mark] for argument, mark in found.items()}
+        """Return the layouts of the trace's arguments, by number."""
+        marks: dict[int, int] = {}
+        _follow(jaxpr, range(len(bare(jaxpr).invars)), marks)
+        return {argument: self.found[mark] for argument, mark in marks.items()}
 
 
 _recording = ContextVar[Recording | None]("recording", default=None)
@@ -73,27 +73,27 @@ recorder = _recording.get
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recording]:
-    """Record how partitioned calls take their arrays."""
-    token = _recording.set(found := Recording())
+    """Record the layouts of arrays in partitioned calls."""
+    token = _recording.set(recorded := Recording())
     try:
-        yield found
+        yield recorded
     finally:
         _recording.reset(token)
 
 
-def _follow(program: Jaxpr, sources: Sequence[int | None], found: dict[int, int]) -> None:
-    """Follow arguments to their first marks, through calls, loops, and operations that keep the shape."""
+def _follow(program: Jaxpr, sources: Sequence[int | None], marks: dict[int, int]) -> None:
+    """Follow arguments to their first marks, through calls, loops, and shape-preserving operations."""
 
     def step(eqn: Eqn, sources: list[int | None]) -> list[int | None]:
         source = next((number for number in sources if number is not None), None)
         if source is None:
             return [None] * len(eqn.outvars)
         if eqn.primitive.name == "name" and eqn.params["name"].startswith(MARK):
-            found.setdefault(source, int(eqn.params["name"].removeprefix(MARK)))
+            marks.setdefault(source, int(eqn.params["name"].removeprefix(MARK)))
         for inner, given in bodies(eqn, [*zip(eqn.invars, sources, strict=True)]):
             pairs = zip(inner.invars, given, strict=True)
-            # the slices that a scan runs over have other shapes
-            _follow(inner, [n if v.aval.shape == of.aval.shape else None for v, (of, n) in pairs], found)
+            # a scan's slices have other shapes
+            _follow(inner, [n if v.aval.shape == of.aval.shape else None for v, (of, n) in pairs], marks)
         shape = eqn.invars[sources.index(source)].aval.shape
         return [source if eqn.outvars[1:] == [] and v.aval.shape == shape else None for v in eqn.outvars]
 

@@ -1,4 +1,4 @@
-"""`sum`, `mean` and `max` of a sharded array: each device's partial result, then one all-reduce."""
+"""`sum`, `mean` and `max` of a sharded array: each device's partial result, then an all-reduce."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Kind = Literal["sum", "mean", "max", "min"]
 
 
 def sum(x: Any, axis: Axis = None, keepdims: bool = False) -> jax.Array:
-    """Sum over `axis` (default: all axes), however `x` is sharded."""
+    """Sum over `axis` (default: all axes), for any sharding of `x`."""
     return _reduce("sum", x, axis, keepdims)
 
 
@@ -42,7 +42,7 @@ def max(x: Any, axis: Axis = None, keepdims: bool = False) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class ReductionBody:
-    """One device's part of a reduction."""
+    """The per-device program of a reduction."""
 
     kind: Kind
     axes: tuple[int, ...]
@@ -76,7 +76,7 @@ _largest = jax.custom_jvp(_top, nondiff_argnums=(0,))
 
 @_largest.defjvp
 def _largest_derivative(body: ReductionBody, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """Take the mean of the tangents of all elements that are equal to the maximum, or minimum."""
+    """Return the maximum, or minimum, and the mean of the tangents of all elements equal to it."""
     (x,), (moves,) = primals, tangents
     top = _largest(body, x)
     attained = (x == top).astype(x.dtype)
@@ -99,11 +99,11 @@ def _reduced(kind: Kind, x: jax.Array, axis: Axis, keepdims: bool) -> jax.Array:
     if layout is None:
         return {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}[kind](x, axes, keepdims=keepdims)
     x = redistribute(x, layout, label=str(active() or f"jshard.{kind}"))
-    mesh_axes = tuple(name for each in axes for name in layout.axes[each])
+    mesh_axes = tuple(name for reduced in axes for name in layout.axes[reduced])
     body = ReductionBody(kind, axes, keepdims, mesh_axes, _algorithm(kind, layout.mesh, mesh_axes))
-    kept = [() if each in axes else names for each, names in enumerate(layout.axes)]
-    left = kept if keepdims else [names for each, names in enumerate(kept) if each not in axes]
-    return _program(body, layout, Layout(layout.mesh, *left), x)
+    kept = [() if number in axes else names for number, names in enumerate(layout.axes)]
+    target = kept if keepdims else [names for number, names in enumerate(kept) if number not in axes]
+    return _program(body, layout, Layout(layout.mesh, *target), x)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -112,9 +112,9 @@ def _program(body: ReductionBody, source: Layout, target: Layout, x: jax.Array) 
 
 
 def _layout(x: jax.Array, axes: tuple[int, ...]) -> Layout | None:
-    """Return how `x` is sharded, if it is; else how the active signal shards it; None where nothing is known or asked."""
+    """Return the layout of `x`, if sharded, else the active signal's; None without either."""
     present, signal = Layout.of(x), active()
-    if unplaced.value:  # only arrays that the function closes over have a layout here
+    if unplaced.value:  # here only closed-over arrays have a layout
         return None
     if present is not None and present.mesh_axes:
         if isinstance(present.mesh, jax.sharding.Mesh):
@@ -136,7 +136,7 @@ def _signal_layout(signal: Signal, rank: int, axes: tuple[int, ...]) -> Layout:
 
 
 def _local(kind: Kind, x: jax.Array, axes: tuple[int, ...], keepdims: bool, *, all_axes: bool) -> jax.Array:
-    """Reduce inside a shard_map. What varies over a mesh axis is split over it; the signal must say which axis that splits."""
+    """Reduce inside a shard_map: `x` is split over its varying mesh axes, along array axes decided by the signal."""
     varying = tuple(sorted(jax.typeof(x).mat.varying))
     if all_axes or not varying:
         mesh_axes = varying
@@ -149,24 +149,24 @@ def _local(kind: Kind, x: jax.Array, axes: tuple[int, ...], keepdims: bool, *, a
                 hint=f"call it under a signal that says so, or reduce every axis: jshard.{kind}(x)",
             )
         layout = _signal_layout(signal, x.ndim, axes)
-        mesh_axes = tuple(name for each in axes for name in layout.axes[each] if name in varying)
+        mesh_axes = tuple(name for reduced in axes for name in layout.axes[reduced] if name in varying)
     on = None if active() is None else mesh()
     return ReductionBody(kind, axes, keepdims, mesh_axes, _algorithm(kind, on, mesh_axes))(x)
 
 
 def _algorithm(kind: str, on: Any, mesh_axes: tuple[str, ...]) -> str:
-    """Return the algorithm that the signal names for an all-reduce. A kernel adds: it takes no max."""
+    """Return the signal's algorithm for an all-reduce; kernels only add, so `max` uses XLA."""
     if not mesh_axes:
         return "xla"
     return all_reduce_of(active(), on, {"max": "adds, and jshard.max does not"}.get(kind))
 
 
 def _axes(kind: str, axis: Axis, rank: int) -> tuple[int, ...]:
-    given = tuple(range(rank)) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
-    for each in given:
-        if not -rank <= each < rank:
+    axes = tuple(range(rank)) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
+    for number in axes:
+        if not -rank <= number < rank:
             raise JShardError(
-                f"jshard.{kind} over axis {each} of a rank-{rank} array",
+                f"jshard.{kind} over axis {number} of a rank-{rank} array",
                 hint=f"use an axis from 0 to {rank - 1}" if rank else "leave the axis out",
             )
-    return tuple(sorted({each % rank for each in given}))
+    return tuple(sorted({number % rank for number in axes}))

@@ -1,4 +1,4 @@
-"""What `remat` says: which results of a forward pass are kept for the backward pass, and which are computed anew."""
+"""The policies of `remat`: the saved results of a forward pass; the backward pass recomputes the others."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jshard.programs.jaxprs import CALLS, is_jaxpr, level
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-CHUNK = "chunk"  # the chunks of layers that stages run are computed anew: their inputs alone are kept
+CHUNK = "chunk"  # a pipeline's chunks of layers are recomputed: only their inputs are saved
 
-# A product is kept as the sum over devices leaves it: it would have to be summed again.
+# A product is saved after its sum over devices, which would else run again.
 PRODUCTS = frozenset(
     "conv_general_dilated dot_general psum psum_invariant ragged_dot_general reduce_scatter".split()
 )  # fmt: skip
-# What a gather gave is not kept, nor what is only that in another shape. Of such a shape of anything else its operand is kept.
+# Do not save gathered values or reshapes of them. For a reshape of another value, its operand is saved.
 GATHERED = frozenset(
     "all_gather all_gather_invariant broadcast_in_dim copy expand_dims one_device_cast one_device_sum pad pcast pvary reshape "
     "slice split squeeze transpose unstack".split()
@@ -29,19 +29,19 @@ GATHERED = frozenset(
 
 
 def recomputed(f: F, remat: str | tuple[str, ...], *, regather: bool = False, in_scan: bool = False) -> F:
-    """Let the backward pass of `f` compute anew what this word does not keep. With `regather` it gathers again what was
-    gathered, and computes nothing: every word implies it. Where neither is said `f` stays as it is. What CHUNK says is done
-    around the chunks of a pipeline, and not here."""
+    """Return `f` with a backward pass that recomputes the values not saved under the policy
+    `remat`. `regather` only repeats gathers; every policy includes it. Without both, `f` is
+    returned unchanged. The pipeline applies CHUNK around its chunks, so it has no effect here."""
     remat = "" if remat == CHUNK else remat
     if not remat and not regather:
         return f
-    # A loop can't be merged with its backward, so nothing has to keep XLA from that; one of a single turn is no loop.
+    # XLA cannot merge a loop with its backward loop, so a barrier is needless; a loop of a single iteration is no loop.
     return _real_checkpoint(f, policy=policy_of(remat), prevent_cse=not in_scan)  # type: ignore[return-value]  # it keeps the signature
 
 
 def _real_checkpoint(f: Callable[..., Any], **how: Any) -> Callable[..., Any]:
-    """Hand complex arrays to `jax.checkpoint` as two real ones each. JAX rounds what a checkpoint keeps to its dtype, and has
-    no such operation for complex numbers."""
+    """Apply `jax.checkpoint` with complex arrays passed as pairs of real arrays. JAX rounds saved
+    values to their dtype, and has no such operation for complex numbers."""
 
     def call(*args: object) -> Any:
         leaves, tree = jax.tree.flatten(args)
@@ -64,13 +64,13 @@ def policy_of(remat: str | tuple[str, ...]) -> Callable[..., bool] | None:
 
 
 def _of_real(policy: Callable[..., bool]) -> Callable[..., bool]:
-    """Let a policy keep real numbers only: complex ones are computed anew from these."""
+    """Restrict a policy to real numbers; complex numbers are recomputed from these."""
 
     def keeps(primitive: Any, *operands: Any, **params: object) -> bool:
-        dtypes = [each.dtype for each in operands if hasattr(each, "dtype")]
+        dtypes = [operand.dtype for operand in operands if hasattr(operand, "dtype")]
         dtypes += [params[key] for key in ("new_dtype", "dtype") if params.get(key) is not None]
         is_complex = primitive.name in ("complex", "fft") or any(
-            jnp.issubdtype(each, jnp.complexfloating) for each in dtypes
+            jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes
         )
         return not is_complex and policy(primitive, *operands, **params)
 
@@ -82,22 +82,22 @@ def _is_product(primitive: Any, *_: object, **__: object) -> bool:
 
 
 def _is_not_gathered(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """Whether a result is kept. A policy sees no further than one operation: gathers of activations, which are kept, are
-    followed by one more, a `checkpoint_name`."""
+    """Return True if a result is saved: gathers and reshapes are not. A policy sees a single
+    operation. Gathered activations, which are saved, are followed by a `checkpoint_name`."""
     name = primitive.name
-    if name == "convert_element_type":  # of two dtypes of one array the smaller is kept
+    if name == "convert_element_type":  # the smaller of two dtypes is saved
         return params["new_dtype"].itemsize < operands[0].dtype.itemsize
-    if params.get("name") == gather_kernel.__name__:  # type: ignore[attr-defined]  # by permutes, say
+    if params.get("name") == gather_kernel.__name__:  # type: ignore[attr-defined]  # a gather by permutes, for example
         return False
     if name == "pallas_call":
         return (declared(params) or {}).get("op") != "all_gather"
     jaxpr = params.get(CALLS.get(name, ""))
     if not is_jaxpr(jaxpr):
         return name not in GATHERED
-    inside = (eqn for eqn in level(jaxpr) if eqn.primitive.name != "convert_element_type")  # to gather in another dtype
+    inside = (eqn for eqn in level(jaxpr) if eqn.primitive.name != "convert_element_type")  # of a gather in another dtype
     return any(_is_not_gathered(e.primitive, *(atom.aval for atom in e.invars), **e.params) for e in inside)
 
 
 def activation(x: jax.Array) -> jax.Array:
-    """Let the backward pass keep activations that were gathered."""
+    """Mark gathered activations as saved for the backward pass."""
     return checkpoint_name(x, "activation")

@@ -1,6 +1,6 @@
-"""Attention of queries to keys that come piece by piece, on one device or around a ring of them.
+"""Attention of queries to keys in pieces, on a device or around a ring of devices.
 
-Axes: b rows, q and s places of queries and of keys, h heads, k key heads, g heads that share one, d the size of a head.
+Axes: b rows, q and s places of queries and of keys, h heads, k key heads, g heads per key head, d the size of a head.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jax import Array, lax
 from jshard.kernels.collectives import axis_index, axis_size, permute, pvary
 from jshard.programs.jaxprs import Tree
 
-LOWEST = -1e30  # of what is not seen: a row of such has no NaN
-QUERIES = 512  # as many are multiplied with keys at a time, at most
+LOWEST = -1e30  # the score of an unseen key; finite, so that a row without seen keys has no NaN
+QUERIES = 512  # the most queries multiplied with keys at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a query sees, and what products are multiplied by."""
+    """The mask of attention, causal or a window, and the scale of the scores."""
 
     causal: bool
     window: int | None
@@ -31,7 +31,7 @@ class Form:
 
     @property
     def of_the_past(self) -> Form:
-        """Of keys that all lie before the queries."""
+        """The form for keys that are all before the queries."""
         return Form(False, None, self.scale)
 
 
@@ -39,7 +39,7 @@ class Form:
 
 
 def forward(form: Form, q: Array, k: Array, v: Array, *segments: Array) -> Any:
-    """Return the result, and what the backward pass keeps: the result, logs of denominators, q, k, v, segments."""
+    """Return the result, and the saved values: the result, logs of denominators, q, k, v, segments."""
     here = jnp.arange(q.shape[1])
     state = _see(form, (q, here, segments), (k, v, here, segments), _nothing_seen(q, k))
     out, logs = _finish(state, q.dtype)
@@ -54,7 +54,7 @@ def backward(form: Form, out: Array, logs: Array, q: Array, k: Array, v: Array, 
 
 
 def _nothing_seen(q: Array, k: Array) -> Any:
-    """Sums, largest scores and denominators of queries that have seen no key."""
+    """Return the initial state of queries: sums, largest scores and denominators."""
     b, s, h, d = q.shape
     shape = b, s, k.shape[2], h // k.shape[2]
     return jnp.zeros((*shape, d)), jnp.full(shape, LOWEST), jnp.zeros(shape)
@@ -72,7 +72,7 @@ def delta(out: Array, cotangent: Array) -> Array:
 
 
 def _seen(form: Form, queries: Any, keys: Any) -> Array:
-    """Which keys each query sees, b q 1 1 s."""
+    """Return the mask of seen keys for each query, b q 1 1 s."""
     (places, segments), (their_places, their_segments) = queries, keys
     apart = (places[:, None] - their_places)[None]
     seen = jnp.ones_like(apart, bool) if not form.causal else apart >= 0
@@ -90,16 +90,16 @@ def _scores(form: Form, q: Array, k: Array) -> Array:
 
 @jax.jit
 def jshard_largest_seen(largest: Array, scores: Array) -> Array:
-    """Return each query's largest score so far. It keeps exp in range and cancels: `jshard verify` puts 0 in its place."""
+    """Return each query's largest score so far. It keeps exp in range and cancels, so `jshard verify` replaces it by 0."""
     return jnp.maximum(largest, scores.max(-1))
 
 
 def _see(form: Form, queries: object, keys: tuple[Any, ...], state: object) -> Any:
-    """Let queries see some more keys (online softmax), some queries at a time."""
+    """Update the state of queries by more keys (online softmax), a chunk of queries at a time."""
     k, v, *where = keys
 
-    def some(each: tuple[Any, ...]) -> Any:
-        (q, *places), (sums, largest, total) = each
+    def of_chunk(chunk: tuple[Any, ...]) -> Any:
+        (q, *places), (sums, largest, total) = chunk
         seen = _seen(form, places, where)
         scores = jnp.where(seen, _scores(form, q, k), LOWEST)
         now = jshard_largest_seen(largest, scores)
@@ -107,15 +107,15 @@ def _see(form: Form, queries: object, keys: tuple[Any, ...], state: object) -> A
         added = jnp.einsum("bqkgs,bskd->bqkgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return sums * fade[..., None] + added, now, total * fade + weights.sum(-1)
 
-    return jax.tree.map(_joined, lax.map(some, jax.tree.map(_in_chunks, (queries, state))))
+    return jax.tree.map(_joined, lax.map(of_chunk, jax.tree.map(_in_chunks, (queries, state))))
 
 
 def _unsee(form: Form, asked: tuple[Any, ...], keys: tuple[Any, ...]) -> tuple[Array, Array, Array]:
-    """Return what queries and keys that saw each other add to the gradients of q, k and v, in float32."""
+    """Return the shares of these queries and keys in the gradients of q, k and v, in float32."""
     k, v, *where = keys
 
-    def some(each: tuple[Any, ...]) -> Any:
-        q, cotangent, logs, delta, *places = each
+    def of_chunk(chunk: tuple[Any, ...]) -> Any:
+        q, cotangent, logs, delta, *places = chunk
         shape = *q.shape[:2], k.shape[2], -1
         cotangent = cotangent.reshape(*shape, q.shape[3])
         seen = _seen(form, places, where)
@@ -128,8 +128,8 @@ def _unsee(form: Form, asked: tuple[Any, ...], keys: tuple[Any, ...]) -> tuple[A
         dv = jnp.einsum("bqkgs,bqkgd->bskd", weights.astype(v.dtype), cotangent, preferred_element_type=jnp.float32)
         return dq.reshape(q.shape), dk, dv
 
-    def add(sums: object, each: tuple[Any, ...]) -> Any:
-        dq, *more = some(each)
+    def add(sums: object, chunk: tuple[Any, ...]) -> Any:
+        dq, *more = of_chunk(chunk)
         return jax.tree.map(jnp.add, sums, tuple(more)), dq
 
     zero = pvary(jnp.zeros(k.shape), tuple(sorted(jax.typeof(asked[0]).mat.varying | jax.typeof(k).mat.varying)))
@@ -138,7 +138,7 @@ def _unsee(form: Form, asked: tuple[Any, ...], keys: tuple[Any, ...]) -> tuple[A
 
 
 def _in_chunks(x: Array) -> Array:
-    """Cut the axis of queries: axis 1, or of places by themselves axis 0."""
+    """Split the axis of queries into chunks: axis 1, or axis 0 of a vector of places."""
     axis = min(x.ndim - 1, 1)
     length = x.shape[axis]
     count = next(n for n in itertools.count(-(-length // QUERIES)) if not length % n)
@@ -155,13 +155,14 @@ def _joined(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRing:
-    """The devices along mesh axes that split places. Causal queries see fewer keys the earlier they are: each device takes
-    one piece of a row from the front and one as far from its end, so that all have equal work."""
+    """The ring of devices along mesh axes that split places. Early causal queries see fewer keys.
+    Each device takes a half-shard from the front of a row and another at equal distance from its
+    end (zig-zag order), so that all devices have equal work."""
 
     form: Form
     names: tuple[str, ...]
-    length: int  # of one device's part
-    devices: int = 0  # along `names`; 0 inside shard_map, where the mesh says it
+    length: int  # of a device's shard
+    devices: int = 0  # along `names`; 0 inside shard_map, where the mesh has the number
 
     @property
     def size(self) -> int:
@@ -173,7 +174,7 @@ class AttentionRing:
 
     @property
     def hops(self) -> int:
-        """How many other parts of keys a query may see."""
+        """The number of other shards of keys that a query may see."""
         if self.form.causal and self.form.window is not None:
             return min(self.size - 1, -(-(self.form.window - 1) // self.length))
         return self.size - 1
@@ -194,22 +195,22 @@ class AttentionRing:
         half = self.length // 2
         if not self.is_balanced:
             return device * self.length + jnp.arange(self.length)
-        return jnp.concatenate([each * half + jnp.arange(half) for each in (device, 2 * self.size - 1 - device)])
+        return jnp.concatenate([piece * half + jnp.arange(half) for piece in (device, 2 * self.size - 1 - device)])
 
     def balanced(self, tree: object) -> Any:
-        """Of each array two pieces that stand side by side for the two that this device has in the ring."""
+        """Exchange half-shards into zig-zag order, so that all devices have equal work."""
         return jax.tree.map(self._balanced, tree) if self.is_balanced else tree
 
     def in_order(self, tree: object) -> Any:
         return jax.tree.map(self._in_order, tree) if self.is_balanced else tree
 
     def _pairs(self, piece: int) -> list[tuple[int, int]]:
-        """Of the first or second piece of each device: where it is in the ring."""
+        """Return the source and target devices of the first or second half-shards in the exchange."""
         numbers = ((device, 2 * device + piece) for device in range(self.size))
         return [(device, n if n < self.size else 2 * self.size - 1 - n) for device, n in numbers]
 
     def _balanced(self, x: Array) -> Array:
-        even, odd = (permute(each, self.names, pairs=self._pairs(n)) for n, each in enumerate(jnp.split(x, 2, 1)))
+        even, odd = (permute(half, self.names, pairs=self._pairs(n)) for n, half in enumerate(jnp.split(x, 2, 1)))
         is_odd = axis_index(self.names) % 2
         return jnp.concatenate([jnp.where(is_odd, odd, even), jnp.where(is_odd, even, odd)], 1)
 
@@ -236,8 +237,9 @@ class AttentionRing:
         return dq, *of_keys
 
     def _around(self, meet: Callable[..., Any], asked: Any, given: Tree, segments: Any, state: Tree) -> tuple[Any, Any]:
-        """Let queries meet all keys that they see, while these go around: `meet(form, queries, keys, state)` returns the state
-        of queries, and what is added up for keys, which goes with them and comes home."""
+        """Pass the keys around the ring, and call `meet(form, queries, keys, state)` on every shard
+        that queries may see. `meet` returns the state of the queries, and the sums for the keys,
+        which travel with the keys and return home."""
         me = axis_index(self.names)
         here = self.places(me)
 
@@ -246,8 +248,8 @@ class AttentionRing:
             if not self.is_balanced:
                 there = self.places((me - number) % self.size)
                 return meet(self.form, (*asked, here, segments), (*given, there, theirs), state)
-            # Of the four pairs of pieces two are seen: the late queries see the early keys, and either both early pieces or
-            # both late ones meet.
+            # Only two of the four pairs of half-shards are needed: late queries with early keys, and either both early
+            # halves or both late halves.
             earlier, form, no = number <= me, self.form.of_the_past, here[: len(here) // 2]
             queries, keys, (early, late) = _halves((asked, segments)), _halves(keys), _halves(state)
 
@@ -264,7 +266,7 @@ class AttentionRing:
 
         def hopping(carry: tuple[Any, ...], number: int | Array) -> Any:
             keys, of_keys, state = carry
-            after = self.hop(keys)  # on their way while these are multiplied
+            after = self.hop(keys)  # the transfer runs under the products
             state, more = turn(number, keys, state)
             return (after, self.hop(jax.tree.map(jnp.add, of_keys, more)), state), None
 

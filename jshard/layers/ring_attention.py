@@ -1,6 +1,6 @@
-"""Attention over rows that are split by places: keys and values go around a ring of devices, or heads are exchanged.
+"""Attention over rows split by places: keys and values go around a ring of devices, or heads are exchanged (ulysses).
 
-Axes: b rows, q and s places of queries and of keys, h heads, k key heads, g heads that share one, d the size of a head.
+Axes: b rows, q and s places of queries and of keys, h heads, k key heads, g heads per key head, d the size of a head.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from jshard.programs.provenance import scope
 
 @functools.lru_cache(maxsize=256)
 def ring_attention(form: Form) -> Callable[..., Array]:
-    """Return `f(q, k, v, segments)`, `segments` being a tuple of one array or none. Its backward pass keeps q, k, v, the result
-    and the logs of the softmax's denominators."""
+    """Return attention as a function `f(q, k, v, segments)`; `segments` is a tuple of at most a
+    single array. It saves q, k, v, the result and the logs of the softmax's denominators for the
+    backward pass."""
     forward = by_hand(
         functools.partial(on_device.forward, form),
         HandRule(_plan_forward, *(functools.partial(each, form) for each in (_forward_rule, _sent))),
@@ -61,7 +62,7 @@ def ring_attention(form: Form) -> Callable[..., Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """How queries and keys of one call are split: rows, places, heads of queries and of keys."""
+    """The mesh axes of a call's queries and keys: of rows, places, query heads and key heads."""
 
     rows: tuple[str, ...]
     places: tuple[str, ...]
@@ -82,7 +83,7 @@ class _Split:
 
     @property
     def exchanged(self) -> _Split:
-        """Heads over the mesh axes of places too, which are whole."""
+        """The split with whole places, and heads over the mesh axes of places too."""
         return _Split(self.rows, (), (*self.heads, *self.places), (*self.key_heads, *self.places))
 
 
@@ -91,7 +92,7 @@ def _split(q: Part | Value, k: Part | Value, sizes: Mapping[str, int]) -> _Split
     if not k.shape[2] % ways:
         heads = key_heads = q.axes[2]
     elif q.axes[2][: len(k.axes[2])] == k.axes[2] and k.shape[2] == math.prod(sizes[n] for n in k.axes[2]):
-        heads, key_heads = q.axes[2], k.axes[2]  # one key head on each device, which others of its group have too
+        heads, key_heads = q.axes[2], k.axes[2]  # a key head on each device, replicated within its group
     else:
         heads = key_heads = ()
     return _Split(q.axes[0], q.axes[1] or k.axes[1], heads, key_heads)
@@ -105,7 +106,7 @@ WHOLE_ROWS, RING, ULYSSES = "whole rows", "ring", "ulysses"
 
 
 def _as_written(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
-    """Plan a call whose rows are whole on each device as its own program."""
+    """Plan a call with whole rows on each device as the plain program."""
     body = eqn.params["jaxpr"]
     results, inside = plan.program(body, values)
     return results, Step(WHOLE_ROWS, body=body, inside=(inside,))
@@ -122,8 +123,8 @@ def _plan_forward(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
         plan.have(value, a)
     if how == ULYSSES:
         plan.have(Value(values[0].shape, inside.q, values[0].dtype), split.q)
-    made = zip(eqn.outvars, (split.q, inside.q, inside.q[:3], *axes), strict=True)
-    return [Value(tuple(v.aval.shape), a, v.aval.dtype) for v, a in made], Step(how)
+    results = zip(eqn.outvars, (split.q, inside.q, inside.q[:3], *axes), strict=True)
+    return [Value(tuple(v.aval.shape), a, v.aval.dtype) for v, a in results], Step(how)
 
 
 def _sent(form: Form, eqn: Eqn, step: Step, sizes: Mapping[str, int]) -> Any:
@@ -162,10 +163,10 @@ def _forward_rule(form: Form, run: Run, eqn: Eqn, parts: list[Part], step: Step)
             q, k, v, *segments = _varying(xs, split.names)
             out, logs = ring.forward(q, k, v, tuple(segments))
     shape, *shapes = (tuple(variable.aval.shape) for variable in eqn.outvars)
-    found = [Part(shape, a, x) for shape, a, x in zip(shapes, axes, (out, logs, *xs), strict=True)]
+    saved = [Part(shape, a, x) for shape, a, x in zip(shapes, axes, (out, logs, *xs), strict=True)]
     with scope(key="ring"):
-        first = found[0].local(of_first, frozenset(), _by_ring) if step.how == ULYSSES else ring.in_order(out)
-    return [Part(shape, of_first, first), *found]
+        first = saved[0].local(of_first, frozenset(), _by_ring) if step.how == ULYSSES else ring.in_order(out)
+    return [Part(shape, of_first, first), *saved]
 
 
 def _plan_backward(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
@@ -178,8 +179,8 @@ def _plan_backward(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     if how == ULYSSES:
         split = _Split(inside.rows, places, inside.heads[:cut], inside.key_heads[:cut])
     plan.have(cotangent, inside.q)
-    made = zip((q, k, k), (split.q, split.k, split.k), strict=True)
-    return [Value(value.shape, axes, value.dtype) for value, axes in made], Step(how)
+    gradients = zip((q, k, k), (split.q, split.k, split.k), strict=True)
+    return [Value(value.shape, axes, value.dtype) for value, axes in gradients], Step(how)
 
 
 def _backward_rule(form: Form, run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
@@ -191,16 +192,16 @@ def _backward_rule(form: Form, run: Run, eqn: Eqn, parts: list[Part], step: Step
             ring = on_device.AttentionRing(form, of_q[1], q.x.shape[1])
             ct = ring.balanced(cotangent.local(of_q, frozenset(), _by_ring))
             mine, ours = _varying([q.x, k.x, v.x], names), tuple(_varying([s.x for s in segments], names))
-            found = ring.backward(mine[0], mine[1], mine[2], ours, logs.x, on_device.delta(out.x, ct), ct)
-            found = ring.in_order([x.astype(q.x.dtype) for x in found])
+            gradients = ring.backward(mine[0], mine[1], mine[2], ours, logs.x, on_device.delta(out.x, ct), ct)
+            gradients = ring.in_order([x.astype(q.x.dtype) for x in gradients])
         else:
             ct = cotangent.local(q.axes, frozenset(), _by_ring)
             varying = _varying([s.x for s in segments], names_of(q.axes))
-            found = on_device.backward(form, out.x, logs.x, q.x, k.x, v.x, *varying, ct)
-            inner = zip((q, k, v), found, step.results, strict=True)
-            found = [Part(p.shape, p.axes, x).local(axes, frozenset(), _by_ring) for p, x, axes in inner]
+            gradients = on_device.backward(form, out.x, logs.x, q.x, k.x, v.x, *varying, ct)
+            inner = zip((q, k, v), gradients, step.results, strict=True)
+            gradients = [Part(p.shape, p.axes, x).local(axes, frozenset(), _by_ring) for p, x, axes in inner]
         missing = tuple(sorted(names - names_of(of_k)))
-        dq, *of_keys = found
+        dq, *of_keys = gradients
         of_keys = [run.reduce(x, missing, "sum", step.claim) if missing else x for x in of_keys]
     return [Part(q.shape, of_q, dq), *(Part(k.shape, of_k, x) for x in of_keys)]
 

@@ -1,8 +1,9 @@
-"""Where a claimed parameter lies: the words of its signal, read by what its first use does along each of its axes.
+"""The layout of a claimed parameter, from the words of its signal and the role of each of its axes.
 
-A role is the word that splits such an axis: "reduction" is summed over (as are the rows of a table that is looked up), "column"
-is kept, or added to what is kept. No word splits the others: "batch" runs along both operands (`expert` splits it), a scan goes
-along "scan", or a loop that is written out cuts it, and `store` leaves it whole too; None has no use that tells.
+The first use of the parameter gives each axis a role: "reduction" is summed over (also the rows of a lookup table), "column"
+is kept, or added to a kept axis, and the word of the same name splits it. "batch" runs along both operands (`expert` splits
+it). "scan" is the axis of a loop over layers, also of an unrolled loop; no word splits it, nor does `store`. None means no
+use decides.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Roles = tuple[str | None, ...]  # one for each axis
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A parameter by its path in the model, its claim, and the role of each of its axes."""
+    """A parameter's path in the model, its claim, and the role of each of its axes."""
 
     path: str
     claim: Claim
@@ -38,7 +39,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Rest:
-    """How a parameter lies in use, and at rest, where `store` splits it further."""
+    """The layouts of a parameter in use and at rest, where `store` splits it further."""
 
     in_use: Layout
     at_rest: Layout
@@ -46,8 +47,8 @@ class Rest:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A parameter, how it lies, and the equation that told: the first product or lookup that it is in. `unscattered` says why
-    no sum under its signal is scattered as `sequence` asks."""
+    """A parameter's use, its layouts, and the first product or lookup, which gave the roles.
+    `unscattered` is the reason why no sum under its signal is scattered by `sequence`."""
 
     use: Use
     lies: Rest
@@ -56,8 +57,8 @@ class Placed:
 
 
 def layout_in_use(signal: Signal, roles: Sequence[str | None], label: str = "", stage: Stage | None = None) -> Layout:
-    """Lay a parameter out by the words of its signal: of each role the first axis is split. A `shard` places it whatever its
-    roles; layers of a pipeline are on their stages."""
+    """Return a parameter's layout by the words of its signal: the first axis of each role is split.
+    A `shard` applies whatever the roles; a stack on equal stages is also split over the stages."""
     layout = _by_words(signal, roles, label)
     if stage is not None and stage.is_equal and "scan" in roles:
         return layout.with_axis(roles.index("scan"), stage.mesh_axis)
@@ -73,22 +74,20 @@ def _by_words(signal: Signal, roles: Sequence[str | None], label: str) -> Layout
 
 
 def parameter_layouts(uses: Iterable[Use]) -> dict[str, Rest]:
-    """Find for each parameter how it lies. What does not divide, or is split twice over one mesh axis, are raised as one error,
-    what is alike in several parameters as one sentence."""
+    """Return the layouts of each parameter, or raise an error with all faults, a sentence for equal parameters."""
     alike: dict[tuple[Claim, tuple[int, ...], Roles], list[Use]] = {}
     for use in uses:
         alike.setdefault((use.claim, use.shape, use.roles), []).append(use)
-    found: dict[str, Rest] = {}
+    layouts: dict[str, Rest] = {}
     faults: list[JShardError] = []
     for same in alike.values():
         try:
-            layout = _layout(same[0], len(same) - 1)
-            found |= {use.path: layout for use in same}
+            layouts |= dict.fromkeys([use.path for use in same], _layout(same[0], len(same) - 1))
         except JShardError as fault:
             faults.append(fault)
     if faults:
         raise JShardError.of(faults)
-    return found
+    return layouts
 
 
 def _layout(use: Use, more: int) -> Rest:
@@ -110,7 +109,7 @@ def _layout(use: Use, more: int) -> Rest:
                     hint="shard another axis",
                 )
         _check(use, more, in_use, axis, key)
-    for name in set(signal.store) & set(in_use.mesh_axes):  # a word and `store` that share one are a fault of the file
+    for name in set(signal.store) & set(in_use.mesh_axes):  # the schema refuses a word and `store` over one mesh axis
         by_stage = stage if stage is not None and stage.mesh_axis == name else None
         whose, key = (by_stage.signal, "stage") if by_stage else (signal, "shard")
         raise JShardError(
@@ -129,7 +128,7 @@ def _layout(use: Use, more: int) -> Rest:
 
 
 def not_stored(use: Use, lies: Rest) -> str:
-    """Return why `store` leaves a parameter, or its optimizer state, replicated over some mesh axis; "" where it does not."""
+    """Return why `store` leaves a parameter, or its optimizer state, replicated over a mesh axis; "" if it does not."""
     signal, stored = use.claim.signal, lies.at_rest.also_over(use.claim.signal.store_optimizer, use.shape)
     names = [name for name in (*signal.store, *signal.store_optimizer) if name not in stored.mesh_axes]
     if not names:
@@ -143,7 +142,7 @@ def not_stored(use: Use, lies: Rest) -> str:
 
 
 def _check(use: Use, more: int, layout: Layout, axis: int, key: str) -> None:
-    """Raise an error where an axis does not divide. Heads that are too few name the two mesh axes that would do."""
+    """Raise an error if an axis does not divide; for too few heads, the hint proposes two mesh axes."""
     signal, size, ways, names = use.claim.signal, use.shape[axis], layout.ways(axis), layout.axes[axis]
     signal = use.claim.stage.signal if key == "stage" and use.claim.stage else signal
     label, what = signal.label(key), f"axis {axis} of {_several(use, more)}"
@@ -158,5 +157,5 @@ def _check(use: Use, more: int, layout: Layout, axis: int, key: str) -> None:
 
 
 def _several(use: Use, more: int) -> str:
-    """The parameter, how many like it there are, and where they are claimed."""
+    """Describe the parameter, the number of equal ones, and the place of the claim."""
     return f"{use}{f' and {more} more' if more else ''} claimed at {use.claim.place}"

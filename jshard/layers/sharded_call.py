@@ -1,4 +1,4 @@
-"""One call of a function that `jshard.shard` runs: its arrays, what claims them, and the program for arrays like these."""
+"""A call of a function under `jshard.shard`: its arrays, their claims, and the program for such arrays."""
 
 from __future__ import annotations
 
@@ -55,24 +55,24 @@ from jshard.signals.signal import Signal
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Trace as if there were one device: what is sharded inside is part of the same program."""
+    """Trace as for a single device: nothing inside is sharded by itself."""
     with unplaced(True), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         yield
 
 
 _programs: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()  # by the number in name stacks
-_recent: collections.deque[Program] = collections.deque(maxlen=256)  # alive, as JAX keeps traces that say their numbers
+_recent: collections.deque[Program] = collections.deque(maxlen=256)  # kept alive: JAX keeps traces with their numbers
 _numbers = itertools.count()
 
 
 def programs_in(jaxpr: Jaxpr) -> list[Program]:
-    """Return the programs that a trace calls. Calls outside the trace change nothing."""
+    """Return the programs called in a trace."""
     numbers = dict.fromkeys(said(eqn.source_info.name_stack.stack, "program") for eqn in equations(jaxpr))
     return [program for number in numbers if (program := _programs.get(number)) is not None]
 
 
 class Call:
-    """One call of a function: its arrays, and the program for arrays like these."""
+    """A call of a function: its arrays, and the program for such arrays."""
 
     def __init__(
         self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ("params",)
@@ -85,19 +85,19 @@ class Call:
         self.arrays, self.kinds, self.arguments = call.arrays, call.kinds, [path[0] for path in call.paths]
         self.trees = trees_of_parameters(call.given, names)
         described = _described(call, self.trees)
-        if not any(each.path for each in described):
+        if not any(array.path for array in described):
             check_nothing_looks_like_parameters(f, call.given, present)
-        with alone():  # as it is traced: a mesh that is in use is none of it
+        with alone():  # as in the trace, which does not depend on a mesh in use
             context = trace_context()
         s = _Situation(call.structure, described, mesh(), present.fingerprint, context, scopes())
         self.program, self.out = _program_of(f, s)
         self.described = self.out.arrays
         present.used.update(self.out.used)
-        present.placed.update(tuple(each.use.claim.signal.name.split("/")) for each in self.program.placed.values())
+        signals = (parameter.use.claim.signal for parameter in self.program.placed.values())
+        present.placed.update(tuple(signal.name.split("/")) for signal in signals)
 
     def placed(self, *, every: bool = False) -> list[Any]:
-        """All arrays: parameters, and Linen's other variables, where they rest; with `every`, all others where the program
-        takes them."""
+        """Return all arrays, with parameters and Linen's variables moved to rest; with `every`, move the others too."""
         axes, recorded = iter(self.program.in_axes), recorder() if every else None
         arrays = []
         if recorded is not None:
@@ -113,13 +113,13 @@ class Call:
         return realized(arrays)
 
     def kept(self, placed: list[Any]) -> list[Any]:
-        """Give NNX models the parameters among these arrays, and return the trees of parameters with theirs."""
+        """Update the NNX models with the parameters among `placed`, and return the trees of parameters."""
         nnx.update((self.nodes,), self.structure.states_of(placed)[0])
         _, args, kwargs, _ = self.structure.holding(placed)
         return [x for name, x in zip(self.given, (*args, *kwargs.values()), strict=True) if name in self.trees]
 
     def run(self, name: str) -> Any:
-        """Run the program; `name` is the function's, in errors."""
+        """Run the program; `name` is the function's name in errors."""
         check_mesh_is_known(self.arrays, name)
         try:
             return self._run()
@@ -133,20 +133,21 @@ class Call:
         operands = self.operands(arrays)
         pairs = zip(arrays, self.arrays, self.described, strict=True)
         moved = [x for x, before, array in pairs if x is not before and array.path]
-        if moved and not any(isinstance(x, Tracer) for x in moved):  # a gradient would lie as the parameter did before
+        if moved and not any(isinstance(x, Tracer) for x in moved):  # a gradient would have the old layout
             nnx.update((self.nodes,), self.structure.states_of(arrays)[0])
         with scope(program=self.out.number):
             outs = self.out.compiled(*operands)
         return self.out.written.into((self.nodes,), outs)
 
     def operands(self, placed: list[Any]) -> list[Any]:
-        """What the program takes: these arrays, and those that the function closes over."""
+        """Return the program's operands: these arrays, and the function's closed-over arrays."""
         consts = zip(self.out.consts, self.program.in_axes[len(placed) :], strict=True)
         return placed + [Taken(Layout(self.program.mesh, *a)).put(x, "jshard.shard") for x, a in consts]
 
     def microbatches(self, batches: Mapping[str, Any], by: Sequence[str]) -> tuple[Any, list[list[Any]]]:
-        """Return the mean over `batches`, arguments with an axis of microbatches before their own, and the gradients by the
-        floating-point parameters of each argument in `by`, in the order of its leaves."""
+        """Return the mean over `batches`, and the gradients of each argument in `by`, in the order
+        of its leaves. `batches` are the arguments with an axis of microbatches before their own
+        axes. Gradients are by the floating-point parameters."""
         places = list(zip(self.kinds, self.arguments, self.program.inputs, self.described, strict=False))
         smooth = [
             (kind == PARAMETER or at in self.trees) and jnp.issubdtype(x.dtype, jnp.inexact)
@@ -188,10 +189,10 @@ class Call:
 
 
 def _described(call: Arguments, trees: Mapping[str, Any]) -> tuple[_Array, ...]:
-    """Describe each array of a call; `trees` are the arguments that hold parameters, and are no NNX objects."""
+    """Describe each array of a call; `trees` are the trees of parameters other than NNX objects."""
     built, keys = built_arrays(call.nodes), [*call.keys, *[()] * (len(call.arrays) - len(call.keys))]
     inner = [_inner(path, x, kind, trees) for path, x, kind in zip(call.paths, call.arrays, call.kinds, strict=True)]
-    led = len({path[0] for path, each in zip(call.paths, inner, strict=True) if each is not None}) > 1
+    led = len({path[0] for path, below in zip(call.paths, inner, strict=True) if below is not None}) > 1
     described = []
     for (argument, *words), x, kind, key, path in zip(call.paths, call.arrays, call.kinds, keys, inner, strict=True):
         check_numbers(x)
@@ -207,7 +208,7 @@ def _described(call: Arguments, trees: Mapping[str, Any]) -> tuple[_Array, ...]:
 
 
 def _inner(path: Sequence[str], x: Any, kind: int, trees: Mapping[str, Any]) -> str | None:
-    """The path of a parameter below its argument; None of what is no parameter."""
+    """Return the path of a parameter below its argument; None for other arrays."""
     argument, *words = path
     if argument not in trees:
         return (slashed(words) or None) if kind == PARAMETER else None
@@ -225,22 +226,22 @@ _pipelined_pieces = functools.lru_cache(maxsize=16)(PipelinedPieces)
 
 @dataclasses.dataclass(frozen=True)
 class _Array:
-    """What a program is traced for, of one array of a call."""
+    """The description of an array of a call, a part of a trace's key."""
 
-    path: str  # a ParameterPath; "" of all that is no parameter
-    layer: tuple[str, ...]  # the signal that a layer of jshard around it was built under
+    path: str  # a ParameterPath; "" if it is not a parameter
+    layer: tuple[str, ...]  # the signal under which its jshard layer was built
     shape: tuple[int, ...]
     dtype: Any
-    layout: Layout | None  # where it lies, if it is no parameter
-    depth: int | None  # how deep inside an argument it was found; None for what is a model's own
-    owner: type | None  # the class of the model that a parameter is in
+    layout: Layout | None  # the present layout, if it is not a parameter
+    depth: int | None  # the nesting depth inside an argument; None for a model's variable
+    owner: type | None  # the class of a parameter's model
 
 
 class _Out:
-    """What a traced function returns, beside arrays; the arrays that it closes over; and what it claims."""
+    """The results of a trace beside the program: the write-back, the closed-over arrays and the claims."""
 
     written: WrittenBack
-    arrays: tuple[_Array, ...]  # as the program takes them: parameters in their dtype at rest
+    arrays: tuple[_Array, ...]  # with parameters in their dtype at rest
     rows: tuple[str, ...] = ()  # the mesh axes that split the rows of a batch
     consts: Sequence[Any] = ()
     compiled: Any = None
@@ -250,13 +251,13 @@ class _Out:
 
 @dataclasses.dataclass(frozen=True)
 class _Situation:
-    """All that a program is traced for. A model may hold what has no hash: its arrays' names and types have to do."""
+    """The key of a trace. The hash uses the arrays' names and types, because a model may hold unhashable values."""
 
     structure: Structure
     arrays: tuple[_Array, ...]
     mesh: Mesh
     fingerprint: Any
-    context: Any  # what JAX was told, as by `jax.default_matmul_precision`, and the active signal
+    context: Any  # JAX's settings, such as `jax.default_matmul_precision`, and the active signal
     scopes: tuple[str, ...]  # the names of the active signals
 
     def __hash__(self) -> int:
@@ -264,7 +265,7 @@ class _Situation:
 
 
 def _unsharded(f: Callable[..., Any], s: _Situation) -> tuple[Any, WrittenBack, dict[str, Claim]]:
-    """Trace a function as for one device, and return its program, what it writes back, and the claims of its parameters."""
+    """Trace a function as for a single device; return its program, its write-back, and its parameters' claims."""
     written: list[WrittenBack] = []
 
     def of_one_device(*xs: object) -> list[Any]:
@@ -275,15 +276,15 @@ def _unsharded(f: Callable[..., Any], s: _Situation) -> tuple[Any, WrittenBack, 
         return flat
 
     with alone(), entering() as lines:
-        jaxpr = jax.make_jaxpr(of_one_device)(*(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in s.arrays))
-    active = active_signals(jaxpr, [each.path if not each.layer else "" for each in s.arrays], lines, s.scopes)
-    parameters = [each for each in s.arrays if each.path]
-    layers, owners = {each.path: each.layer for each in parameters}, {each.path: each.owner for each in parameters}
+        jaxpr = jax.make_jaxpr(of_one_device)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in s.arrays))
+    active = active_signals(jaxpr, [x.path if not x.layer else "" for x in s.arrays], lines, s.scopes)
+    parameters = [x for x in s.arrays if x.path]
+    layers, owners = {x.path: x.layer for x in parameters}, {x.path: x.owner for x in parameters}
     return jaxpr, written[-1], program_claims(layers, owners, active)
 
 
 def _at_rest(array: _Array, claimed: Mapping[str, Claim]) -> _Array:
-    """The array, if it is a parameter in the dtype that its signal says it rests in."""
+    """Return the array's description, for a parameter in its signal's dtype at rest."""
     dtype = claimed[array.path].signal.dtype.param if array.path in claimed else None
     if dtype is None or not jnp.issubdtype(array.dtype, jnp.floating):
         return array
@@ -294,14 +295,14 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     check_takes_its_models(f)
     out = _Out()
     jaxpr, out.written, claimed = _unsharded(f, s)
-    out.arrays = tuple(_at_rest(each, claimed) for each in s.arrays)
-    if out.arrays != s.arrays:  # the program that takes them as they rest
+    out.arrays = tuple(_at_rest(x, claimed) for x in s.arrays)
+    if out.arrays != s.arrays:  # use the program for arrays in their dtypes at rest
         return _program_of(f, dataclasses.replace(s, arrays=out.arrays))
     by_use: dict[tuple[type | None, str], list[Claim]] = {}
-    for each in s.arrays:
-        if each.owner is not None and each.path in claimed and claimed[each.path].line:
-            by_use.setdefault((each.owner, below(each.path)), []).append(claimed[each.path])
-    # two models of one class that are used under two signals leave none for a third
+    for x in s.arrays:
+        if x.owner is not None and x.path in claimed and claimed[x.path].line:
+            by_use.setdefault((x.owner, below(x.path)), []).append(claimed[x.path])
+    # two models of one class under two signals give no claim for a third model
     out.used = {
         key: (first.signal, first.line)
         for key, (first, *others) in by_use.items()
@@ -309,17 +310,17 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     }
     signals = [claim.signal for claim in claimed.values()]
     row, ring = agreed(signals, "row"), agreed(signals, "ring")
-    # a batch is an argument, or in one; what lies deeper, as statistics, may have another first axis
-    depths = [each.depth for each in s.arrays if each.depth is not None and each.shape]
-    batch = next((each.shape[0] for each in s.arrays if each.shape and depths and each.depth == min(depths)), None)
-    of_batch = (each.shape for each in s.arrays if each.depth is not None and each.shape[:1] == (batch,))
+    # the batch is the least nested array; deeper arrays, such as statistics, may have another first axis
+    depths = [x.depth for x in s.arrays if x.depth is not None and x.shape]
+    batch = next((x.shape[0] for x in s.arrays if x.shape and depths and x.depth == min(depths)), None)
+    of_batch = (x.shape for x in s.arrays if x.depth is not None and x.shape[:1] == (batch,))
     length = next((shape[1] for shape in of_batch if shape[1:]), 1)
     if ring and length > 1:
         signal = next(signal for signal in signals if signal.ring)
         check_divides(length, ring, s.mesh, label=signal.label("ring"), what=f"{length} places of each row")
 
     def lead(array: _Array) -> Axes:
-        """How the first axes of a batch's arrays are split: rows, and places."""
+        """Return the mesh axes of the first axes of a batch's array: rows, and places."""
         if array.depth is None or array.shape[:1] != (batch,):
             return ()
         if row and (array.layout is None or not array.layout.mesh_axes):
@@ -328,9 +329,9 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
         return (row, ring) if length > 1 and array.shape[1:2] == (length,) else (row,)
 
     inputs = [
-        Input(whole(len(each.shape)), claimed.get(each.path), each.path) if each.path
-        else Input(_given(each.shape, each.layout, lead(each)))
-        for each in s.arrays
+        Input(whole(len(x.shape)), claimed.get(x.path), x.path) if x.path
+        else Input(_given(x.shape, x.layout, lead(x)))
+        for x in s.arrays
     ]  # fmt: skip
     jaxpr, out.consts = closed_over(jaxpr)
     inputs += [Input(_given(np.shape(x), _layout(x, s.mesh), ())) for x in out.consts]
@@ -341,12 +342,12 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     return program, out
 
 
-# Traces are kept: of a function as long as it lives; of a method, the last 256.
+# Traces are cached: for a function during its lifetime, for methods the last 256.
 _of_function = weakref_lru_cache(_traced, maxsize=None, trace_context_in_key=False)
 _of_method = functools.lru_cache(256)(_traced)
-# jax.clear_caches() clears these too, as it does JAX's own above: JAX has no public name for that.
-for each in (_of_method, _microbatches, _pipelined, _pipelined_pieces):
-    register_cache(each, "jshard.shard")
+# jax.clear_caches() must clear these too; JAX has no public name for this.
+for cache in (_of_method, _microbatches, _pipelined, _pipelined_pieces):
+    register_cache(cache, "jshard.shard")
 
 
 def _program_of(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
@@ -354,7 +355,7 @@ def _program_of(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
 
 
 def _given(shape: tuple[int, ...], layout: Layout | None, lead: Axes) -> Axes:
-    """An array on the mesh stays as it is, but that places are split over the ring; the first axes of others are `lead`."""
+    """Return an input's axes: its own, with places split over the ring, if it is sharded, else `lead`."""
     have = whole(len(shape)) if layout is None else layout.axes
     if not any(have):
         return (*lead, *whole(len(shape) - len(lead)))
@@ -362,16 +363,16 @@ def _given(shape: tuple[int, ...], layout: Layout | None, lead: Axes) -> Axes:
 
 
 def agreed(signals: Sequence[Signal], key: str) -> tuple[str, ...]:
-    """Return the mesh axes that `row`, or places by `ring`, of the batch are split over: those of all signals that name any."""
-    found = {signal.axes(key): signal for signal in signals if signal.axes(key)}
-    if len(found) > 1:
-        one, other = list(found.values())[:2]
+    """Return the mesh axes of `row`, or `ring`, on which all signals with this key agree."""
+    by_axes = {signal.axes(key): signal for signal in signals if signal.axes(key)}
+    if len(by_axes) > 1:
+        one, other = list(by_axes.values())[:2]
         what = {"row": "rows", "ring": "places"}[key]
         raise JShardError(
             f"{one} splits {what} over {'+'.join(one.axes(key))}, and {other} over {'+'.join(other.axes(key))}",
             hint=f"give both the same {key}: a batch is split one way",
         )
-    return next(iter(found), ())
+    return next(iter(by_axes), ())
 
 
 def _is_array(leaf: object) -> bool:
@@ -379,10 +380,10 @@ def _is_array(leaf: object) -> bool:
 
 
 def _is_key(x: Shaped) -> bool:
-    """The two numbers of a `jax.random.PRNGKey` are no rows."""
+    """Return True for a `jax.random.PRNGKey`, whose two numbers are not rows."""
     return x.shape == (2,) and x.dtype == np.uint32
 
 
 def _layout(x: jax.Array, on: Mesh) -> Layout | None:
-    found = Layout.of(x)
-    return found if found is not None and found.mesh.shape == on.shape else None
+    layout = Layout.of(x)
+    return layout if layout is not None and layout.mesh.shape == on.shape else None

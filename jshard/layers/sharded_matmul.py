@@ -1,4 +1,4 @@
-"""Run `x @ w + b` under a strategy, in global view or inside a shard_map, and its gradient where another signal says."""
+"""The product `x @ w + b` under a strategy, globally or inside a shard_map, and its gradient under another signal."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from jshard.signals.signal import Signal
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One product. Global arrays are brought into place and the body runs in a shard_map; inside a shard_map of somebody
-    else's, where arrays are one device's shards, the body runs as it is."""
+    """A product: global arrays are redistributed, and the body runs in a shard_map. Inside the
+    user's shard_map, where arrays are a device's shards, the body runs directly."""
 
     body: Body
     inside_shard_map: bool
-    back: Product | None = None  # where the cotangents lie
+    back: Product | None = None  # the product of the backward pass, under another signal
     back_scope: str = ""
-    label: str = dataclasses.field(default="a layer", compare=False)  # the signal, for the log of what it moves
+    label: str = dataclasses.field(default="a layer", compare=False)  # the signal, for the log of transfers
 
     @property
     def strategy(self) -> Strategy:
@@ -39,7 +39,7 @@ class Product:
 
     @property
     def is_two_programs(self) -> bool:
-        """Return whether its backward runs on other devices: one program can't run on both."""
+        """True if the backward runs on other devices: a program can't run on both."""
         return self.back is not None and self.back.strategy.mesh != self.strategy.mesh
 
     def __call__(self, x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
@@ -54,7 +54,7 @@ class Product:
         return jax.shard_map(self.body, mesh=s.mesh, in_specs=specs, out_specs=s.y(rank).spec)(*placed)
 
     def placed(self, x: jax.Array, w: jax.Array, b: Any, source: Product) -> tuple[Any, Any, Any]:
-        """Bring the operands to where this product wants them. Shards are known to be those of the product `source`."""
+        """Redistribute the operands to this product's layouts; shards have the layouts of the product `source`."""
         rank, here, there = jnp.ndim(x), self.strategy, source.strategy
         return (
             self.bring(x, there.x(rank), here.x(rank)),
@@ -76,10 +76,8 @@ def _with_back(product: Product, x: jax.Array, w: jax.Array, b: jax.Array | None
 
 
 def _with_back_bwd(product: Product, kept: tuple[Any, ...], y_cotangent: jax.Array) -> tuple[Any, ...]:
-    """Differentiate where the other signal says: operands and cotangent travel there, gradients travel back.
-
-    Gradients that were computed on other devices stay there.
-    """
+    """Differentiate under the other signal: operands and cotangent are moved to its layouts,
+    gradients are moved back. Gradients computed on other devices stay there."""
     back = product.back
     assert back is not None
     rank = jnp.ndim(kept[0])
@@ -115,7 +113,7 @@ def multiply(
     x: jax.Array, w: jax.Array, b: jax.Array | None, signal: Signal, arithmetic: Arithmetic,
     *, strategy: Strategy | None = None, features: tuple[int, int] | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Compute `x @ w + b` as `signal` says. `features` are the global sizes (K, N), needed where arrays are shards."""
+    """Compute `x @ w + b` under `signal`. `features` are the global sizes (K, N), needed if arrays are shards."""
     asked = strategy_of(signal) if strategy is None else strategy
     if signal.store_prefetch:
         raise JShardError(
@@ -138,7 +136,7 @@ def multiply(
 
 
 def _hindrance(op: str, strategy: Strategy, arithmetic: Arithmetic) -> str | None:
-    """Say why a product can't take the kernel that its signal names; None if it can."""
+    """Return why a product can't use its signal's kernel; None if it can."""
     if "matmul" not in op:
         return None
     if not arithmetic.is_plain:
@@ -173,7 +171,7 @@ def _elsewhere(product: Product, other: Signal) -> JShardError:
 def _local_input(
     strategy: Strategy, signal: Signal, x: jax.Array, w: jax.Array, features: tuple[int, int]
 ) -> jax.Array:
-    """Bring x to where the body wants it: inside a shard_map the sizes tell how its last axis is sharded."""
+    """Redistribute x for the body: inside a shard_map the sizes tell the sharding of its last axis."""
     expected = strategy.kernel().shard_shape(features, label=str(signal))
     if w.shape != expected:
         raise JShardError(

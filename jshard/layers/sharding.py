@@ -1,4 +1,4 @@
-"""`jshard.shard`: an unmodified Flax model, or a function of one, run on each device's part as the configuration claims."""
+"""`jshard.shard`: partition an unmodified Flax model, or a function of a model, by the configuration's claims."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ R = TypeVar("R", covariant=True)
 
 
 class ShardedFunction(Protocol[P, R]):
-    """What `jshard.shard` makes of a function."""
+    """A function partitioned by `jshard.shard`."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
     def place(self, *args: object, **kwargs: object) -> Any:
-        """Return the trees of parameters among the arguments, the only one by itself, placed for such a call. The parameters of
-        NNX models among them move there."""
+        """Return the trees of parameters among the arguments, sharded for such a call; NNX models
+        are sharded in place. A single tree is returned by itself."""
 
 
 @overload
@@ -44,21 +44,22 @@ def shard(program: M, *args: object, **kwargs: object) -> M: ...
 @overload
 def shard(program: Callable[P, R], *, parameters: str | Sequence[str] = "params") -> ShardedFunction[P, R]: ...
 def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a model, or a function that takes one, on each device's part, as the signals say that claim its parameters.
+    """Partition a model, or a function of a model, by the signals that claim its parameters.
 
-    An NNX model keeps its class and code; the parameters of it are placed by a trace of its call with `args`, which may be
-    `jax.ShapeDtypeStruct`s, else by its first call. A Linen module keeps them too: its `init` returns placed variables, and its
-    `apply` is partitioned. Of a function `parameters` names the arguments that are trees of parameters ("params"); Linen's
-    variables, a TrainState and a model of Equinox are such trees under any name. `shard(f).place(*args)` returns them placed.
+    An NNX model keeps its class and code; a trace of its call with `args`, which may be `jax.ShapeDtypeStruct`s, places its
+    parameters, else its first call does. A Linen module keeps its class and code too: its `init` returns sharded variables,
+    and its `apply` is partitioned. For a function, `parameters` names the arguments that are trees of parameters ("params");
+    Linen's variables, a TrainState and a model of Equinox are recognised under any name. `shard(f).place(*args)` returns
+    these trees sharded.
 
-    With no configuration loaded all runs as it is; on `axis_types: auto` parameters and rows are placed by the same signals,
-    XLA is told what `sequence` splits, and the program is left to it.
+    Without a configuration everything runs unchanged. With `axis_types: auto` the signals place parameters and rows and
+    constrain activations by `sequence`; XLA partitions the program.
     """
     use_stages()
     if isinstance(program, nnx.Module):
         if not is_sharded(program):
-            as_it_is = _sharded_class if is_by_layers(program) else _unplaced_class
-            program.__class__ = as_it_is(type(program))
+            subclass = _sharded_class if is_by_layers(program) else _unplaced_class
+            program.__class__ = subclass(type(program))
         if (present := configuration()) is not None and present.has_claims:
             check_globs(present, parameters_by_path(program))
         if args or kwargs:
@@ -84,14 +85,14 @@ def shard(program: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_sharded(program):
             linen = _sharded_linen_class(type(program))
             program = program.clone()
-            object.__setattr__(program, "__class__", linen)  # its own refuses what is frozen
+            object.__setattr__(program, "__class__", linen)  # Linen's own __setattr__ refuses frozen modules
         return program
     check_names(program, names if names != ("params",) else ())
     return sharded(program, names)
 
 
 def check_program(op_name: str, program: object) -> None:
-    """Refuse what is no function, and a class in place of a model."""
+    """Raise an error for a class, or for a value that cannot be called."""
     if isinstance(program, type):
         name = program.__name__
         raise JShardError(f"{op_name} was given the class {name}", hint=f"build it: {op_name}({name}(...))")
@@ -101,17 +102,17 @@ def check_program(op_name: str, program: object) -> None:
 
 
 def place(model: nnx.Module, *args: object, **kwargs: object) -> None:
-    """Move the parameters of a model to where a call with these arguments uses them; the arguments may be abstract."""
+    """Shard the parameters of a model for a call with these arguments, which may be abstract."""
     _placed(type(model)._jshard_original.__call__, (model, *args), kwargs)  # type: ignore[attr-defined]  # is_sharded
 
 
 def partitioned(model: nnx.Module, f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `f`, a function of the model, partitioned where the model is."""
+    """Return `f`, a function of the model, partitioned if the model is."""
     return sharded(f) if is_sharded(model) else f
 
 
 def objective_of(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what is trained by, a function of the model and the batch: `loss(model, *batch)`, and each auxiliary loss."""
+    """Return the training objective: `loss(model, *batch)` plus all auxiliary losses."""
 
     def objective(model: nnx.Module, *batch: object) -> Any:
         value = loss(model, *batch)
@@ -124,7 +125,7 @@ def objective_of(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def as_sharded(modules: Sequence[Any]) -> Iterator[None]:
-    """Run the calls of these NNX modules partitioned, as after `shard(module)`."""
+    """Partition the calls of these NNX modules inside the context, as after `shard(module)`."""
     not_yet = _unplaced(modules)  # `jshard.jit` places these
     before = [(module, type(module)) for module in [*not_yet, *filter(_is_callable_module, modules)]]
     for module, cls in before:
@@ -137,20 +138,19 @@ def as_sharded(modules: Sequence[Any]) -> Iterator[None]:
 
 
 def _is_callable_module(x: object) -> bool:
-    """Whether `x` is an NNX module that is called like a function, and no layer that places itself or is sharded already."""
+    """Return True for a callable NNX module, unless its layers place themselves or it is already sharded."""
     is_called = any("__call__" in vars(cls) for cls in type(x).__mro__)
     return isinstance(x, nnx.Module) and is_called and not is_sharded(x) and not is_by_layers(x)
 
 
 @functools.cache
 def _sharded_class(cls: type) -> type:
-    """A subclass whose call is partitioned: instances of it are instances of `cls`."""
-
+    """Return a subclass of `cls` with a partitioned call."""
     return _subclass(cls, {"__call__": _partitioned_call(cls)})
 
 
 def _subclass(cls: Any, names: dict[str, Any]) -> type:
-    """A subclass with these methods that has the name of `cls`, and whose instances are pickled with `cls` in its place."""
+    """Return a subclass with these methods and the name of `cls`; its instances are pickled as instances of `cls`."""
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
         make, (_, *rest), *state = cls.__reduce_ex__(self, protocol)
@@ -166,7 +166,7 @@ def _unpickled(cls: Any, make: Callable[..., Any], *rest: Any) -> Any:
 
 @functools.cache
 def _unplaced_class(cls: type) -> type:
-    """The same of a model whose parameters no call has placed yet. A trace can't move them, and refuses to go on."""
+    """Return a partitioned subclass for a model not placed yet; a trace cannot move its parameters, and raises an error."""
     return _subclass(cls, {"__call__": _partitioned_call(cls), "_jshard_placed": _sharded_class(cls)})
 
 
@@ -179,7 +179,7 @@ def _partitioned_call(cls: type) -> Callable[..., Any]:
 
 @functools.cache
 def _sharded_linen_class(cls: Any) -> type:
-    """A subclass whose variables are made where they rest, and whose `apply` is partitioned."""
+    """Return a subclass of a Linen module with a sharded `init` and a partitioned `apply`."""
 
     @nn.nowrap
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -216,8 +216,7 @@ def sharded(f: Callable[..., Any], names: Sequence[str] = ("params",)) -> Callab
 def _placed(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ("params",)
 ) -> Any:
-    """Move the parameters of NNX models among the arguments to where such a call has them, and return the trees of parameters
-    there, the only one by itself."""
+    """Shard NNX models among the arguments for such a call, in place, and return the trees of parameters sharded."""
     if configuration() is None:
         trees = list(trees_of_parameters(arguments(f, args, kwargs), names).values())
     else:
@@ -246,7 +245,7 @@ def _run(
 def call_of(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ("params",)
 ) -> Call:
-    """Return a call of `f`, and refuse one that would leave the parameters of a traced model whole on every device."""
+    """Return a call of `f`; raise an error if a traced model's parameters would stay whole on every device."""
     traced = _unplaced_in_trace((*args, *kwargs.values()))
     call = Call(f, args, kwargs, names)
     is_final = recorder() is None  # `jshard.jit` traces once before it places
@@ -256,18 +255,18 @@ def call_of(
 
 
 def _unplaced(args: Sequence[Any]) -> list[Any]:
-    """Return the models whose parameters nothing has placed."""
+    """Return the models without placed parameters."""
     return [each for each in args if hasattr(type(each), "_jshard_placed")]
 
 
 def as_placed(models: Sequence[Any]) -> None:
-    """Take models as if a call had placed them, for a trace that only reads what such a call does."""
+    """Mark models as placed, for an abstract trace of a call."""
     for model in _unplaced(models):
         model.__class__ = type(model)._jshard_placed
 
 
 def _unplaced_in_trace(args: Sequence[Any]) -> list[Any]:
-    """Return the models that nothing has placed and whose parameters are traced; a call of the others places them."""
+    """Return the unplaced models with traced parameters; mark the others as placed, because their call places them."""
     traced = []
     for model in _unplaced(args):
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(nnx.state(model, nnx.Param))):

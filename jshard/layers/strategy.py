@@ -1,8 +1,8 @@
-"""Lay out the three arrays of `x[M,K] @ w[K,N] -> y[M,N]` by a signal's words: the one table of strategies.
+"""The table of strategies: layouts of the three arrays of `x[M,K] @ w[K,N] -> y[M,N]`, from a signal's words.
 
-`row` splits M, `column` N, `reduction` K; they combine. `sequence` splits axis 1 of activations (axis 0 when they have
-two axes) between layers, and `store` splits parameters where the strategy leaves them whole. The kernels that a signal names
-are checked here too.
+`row` splits M, `column` N, `reduction` K; they combine. `sequence` splits axis 1 of activations (axis 0 if they have two
+axes) between layers, and `store` splits parameters along axes left whole by the strategy. Kernels named in a signal are
+checked here too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Split = tuple[str, int, Names, str]  # a key of a signal, a size, the mesh axes 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """What a signal asks of a matrix product, on one mesh. Equal for signals that ask for the same."""
+    """The words of a signal for a matrix product, on a mesh; equal for signals with equal words."""
 
     mesh: Mesh
     row: Names = ()
@@ -36,19 +36,19 @@ class Strategy:
     reduction: Names = ()
     sequence: Names = ()
     store: Names = ()
-    keep: bool = False  # what was gathered of it, for the backward pass
+    keep: bool = False  # save gathered parameters for the backward pass
     output: str | None = None
     reduce_dtype: str | None = None
     remat: str | tuple[str, ...] = ""
     kernels: tuple[tuple[str, str], ...] = ()  # op -> algorithm
 
     def algorithm(self, op: str) -> Any:
-        """Return the algorithm that the signal names for `op`, else the default."""
+        """Return the signal's algorithm for `op`, else the default."""
         return dict(self.kernels).get(op) or default_algorithm(op)
 
     @property
     def scattered(self) -> Names:
-        """The reduction axes that y is scattered over instead of being summed on every device."""
+        """The reduction axes over which y is scattered, not summed on every device."""
         if self.output == "scatter":
             return tuple(name for name in self.reduction if name in self.sequence) or self.reduction
         if self.output == "sum":
@@ -57,29 +57,29 @@ class Strategy:
 
     @property
     def gathered(self) -> Names:
-        """The sequence axes that split the columns too, so that x must be gathered first."""
+        """The sequence axes that split the columns too; x is gathered over them first."""
         return tuple(name for name in self.sequence if name in self.column)
 
     @property
     def batch(self) -> Names:
-        """The mesh axes over which devices see different rows, so that gradients of parameters are summed over them."""
+        """The mesh axes with different rows on each device; gradients of parameters are summed over them."""
         return (*self.row, *self.sequence)
 
     @property
     def bias_batch(self) -> Names:
-        """The mesh axes over which gradients of the bias, which is added to y, are summed."""
+        """The mesh axes for the sums of the bias's gradients; the bias is added to y."""
         return (*self.row, *self._kept, *self.scattered)
 
     @property
     def _kept(self) -> Names:
-        """The sequence axes that split neither columns nor the reduction: x comes in and y goes out split by them."""
+        """The sequence axes that split neither columns nor the reduction; both x and y are split by them."""
         return tuple(name for name in self.sequence if name not in self.column and name not in self.reduction)
 
     def sequence_axis(self, rank: int) -> int:
         return 1 if rank > 2 else 0
 
     def scatter_axis(self, rank: int) -> int:
-        """Return the axis of y that `scattered` splits."""
+        """Return the axis of y split by `scattered`."""
         return self.sequence_axis(rank) if any(name in self.sequence for name in self.scattered) else 0
 
     def x(self, rank: int) -> Layout:
@@ -102,9 +102,9 @@ class Strategy:
         return Layout(self.mesh, *axes)
 
     def splits(self, shape: Sequence[int], inputs: int, outputs: int) -> list[Split]:
-        """List what a product of x[shape] and w[inputs, outputs] divides, as the key that says so, the size, and mesh axes."""
+        """List the divided sizes of a product of x[shape] and w[inputs, outputs], with their keys and mesh axes."""
         rank = len(shape)
-        found: list[Split] = [
+        splits: list[Split] = [
             ("reduction", inputs, self.reduction, "inputs"),
             ("column", outputs, self.column, "columns"),
         ]
@@ -113,15 +113,15 @@ class Strategy:
             rows: list[Split] = [("row", shape[0], x[0], "rows")]
             if rank >= 3:
                 rows += [("sequence", shape[1], axes[1], "sequence positions") for axes in (x, y)]
-            found = [*rows, *found, ("output", shape[0], y[0], "rows")]
-        return found
+            splits = [*rows, *splits, ("output", shape[0], y[0], "rows")]
+        return splits
 
     def in_use(self, *words: str | None) -> Layout:
-        """Return the layout, while it is multiplied, of a parameter whose axes these loops run over."""
+        """Return the layout in use of a parameter; `words` are the loops over its axes."""
         return Layout(self.mesh, *(() if word is None else getattr(self, word) for word in words))
 
     def parameter(self, *words: str | None) -> Layout:
-        """Return the layout at rest of such a parameter, split over `store` as well."""
+        """Return the layout at rest of a parameter, split over `store` as well."""
         return self.in_use(*words).also_over(self.store)
 
     def kernel(self) -> Layout:
@@ -134,13 +134,12 @@ class Strategy:
 
     @property
     def kernel_store_axis(self) -> int:
-        """The axis of the kernel that `store` splits."""
+        """The axis of the kernel split by `store`."""
         return self.in_use(*PRODUCT["w"]).spare_axis()
 
 
 def strategy_of(signal: Signal) -> Strategy:
-    """Return the strategy that a signal asks for. GT's `shard` on axis 0 is rows of x with w at rest by its rows; on the last
-    axis it is columns."""
+    """Return the strategy of a signal. GT's `shard` means `row` on axis 0, with w stored by rows; else `column`."""
     mesh, shard_axes = mesh_for(signal)
     rest: dict[str, Any] = {
         "reduce_dtype": signal.dtype.reduce, "remat": signal.remat, "store": signal.store, "keep": signal.store_keep,
@@ -161,7 +160,7 @@ def strategy_of(signal: Signal) -> Strategy:
 
 
 def check_sizes(strategy: Strategy, signal: Signal, shape: Sequence[int], inputs: int, outputs: int) -> None:
-    """Raise, with the signal, its line, the size and the mesh axis, when a product does not divide."""
+    """Raise an error with the signal, its line, the size and the mesh axis if a product does not divide."""
     if len(shape) < 2 and strategy.batch:
         key = "row" if strategy.row else "sequence"
         raise JShardError(
@@ -172,7 +171,7 @@ def check_sizes(strategy: Strategy, signal: Signal, shape: Sequence[int], inputs
 
 
 def check_parameters(strategy: Strategy, signal: Signal, inputs: int, outputs: int, *, use_bias: bool) -> None:
-    """Raise likewise when the parameters at rest do not divide."""
+    """Raise an error if the parameters at rest do not divide."""
     kernel, bias = strategy.kernel().axes, strategy.bias().axes[0]
     store: list[Split] = [
         ("store", inputs, kernel[0], "inputs of the kernel"),
@@ -189,7 +188,7 @@ def _check(strategy: Strategy, signal: Signal, splits: Iterable[Split]) -> None:
 
 
 def inside_shard_map(names: Sequence[str], label: str) -> bool:
-    """Return whether arrays are one device's shards, inside a shard_map over all these mesh axes; else they are global."""
+    """Return True inside a shard_map, where arrays are a device's shards; it must be over all mesh axes `names`."""
     manual = set(jax.sharding.get_abstract_mesh().manual_axes)
     missing = next((name for name in names if name not in manual), None)
     if manual and missing is not None:
@@ -200,11 +199,11 @@ def inside_shard_map(names: Sequence[str], label: str) -> bool:
     return bool(manual)
 
 
-# -- kernels that a signal names --
+# -- kernels named in a signal --
 
 
 def all_reduce_of(signal: Signal | None, mesh: Mesh, hindrance: str | None = None) -> Any:
-    """Return the algorithm of an all-reduce under `signal`. `hindrance` is why no kernel can take it."""
+    """Return the algorithm of an all-reduce under `signal`; `hindrance` is why no kernel can run it, if so."""
     if signal is None:
         return default_algorithm("all_reduce")
     check_kernels(signal, mesh, lambda op: hindrance, ops=("all_reduce",))
@@ -214,9 +213,10 @@ def all_reduce_of(signal: Signal | None, mesh: Mesh, hindrance: str | None = Non
 def check_kernels(
     signal: Signal, mesh: Mesh, hindrance: Callable[[str], str | None], ops: Sequence[str] | None = None
 ) -> None:
-    """Raise for a kernel that `signal` names, of these ops or of any, and that can't run on the devices of `mesh` or has a
-    hindrance: what it does not do, in words."""
-    named = [each for each in signal.kernel if each[1] not in NO_HINDRANCE and (ops is None or each[0] in ops)]
+    """Raise an error for a kernel of `signal` that can't run on the devices of `mesh`, or has a
+    `hindrance`. `hindrance(op)` returns in words why the kernel can't run `op`, or None. `ops`
+    limits the check."""
+    named = [(op, word) for op, word in signal.kernel if word not in NO_HINDRANCE and (ops is None or op in ops)]
     for op, word in named:
         why = hindrance(op)
         if why is not None:

@@ -1,4 +1,4 @@
-"""Cross entropy, of logits or of hidden states, whose logits are made for a few places at a time."""
+"""Cross entropy of logits, or of hidden states with logits computed for a few places at a time."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def cross_entropy(
 ) -> Array:
     """Return the mean over all targets of -log softmax(outputs) at the target.
 
-    `outputs[..., classes]` are logits and `targets[...]` classes. Where a row has several targets, the negative ones do not
-    count; `count` replaces the number that the sum is divided by. `z` times the square of the log of the softmax's
-    denominator is added for each target (z-loss).
+    `outputs[..., classes]` are logits and `targets[...]` classes. If a row has several targets, negative targets do not
+    count; `count` replaces the divisor of the sum. `z` is the weight of the z-loss, the squared log of the softmax
+    denominator.
 
-    With `head` outputs are hidden states `[rows, places, features]`: the logits are `outputs @ head`, a kernel
-    `[features, words]` (of a tied table its transpose), or `head(outputs)`. The logits of at most `chunk` places of each row
-    are made at a time, in float32, and made again in the backward pass, unless one chunk is all.
+    With `head`, outputs are hidden states `[rows, places, features]`: the logits are `outputs @ head`, with a kernel
+    `[features, words]` (the transpose of a tied table), or `head(outputs)`. Logits are computed in float32 for at most
+    `chunk` places of each row at a time, and recomputed in the backward pass if there are several chunks.
 
-    Under `jshard.shard` the head's words may be split (`column`), rows and places too. Then each place costs all-reduces of
-    three numbers forward (the maximum, the sum, the logit of the target) and of two in the backward pass, beside the gradient
-    of the hidden states. Whatever the chunks, a stored head is gathered once and its gradient summed once, in their dtype.
+    Under `jshard.shard` the head's words may be split (`column`), and rows and places too. Then each place costs all-reduces
+    of three numbers forward (the maximum, the sum, the logit of the target) and of two backward, beside the gradient of the
+    hidden states. With any number of chunks, a stored head is gathered once and its gradient summed once, in their dtype.
     """
     outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
     kernel = None if head is None or callable(head) else jnp.asarray(head)
@@ -51,7 +51,7 @@ def cross_entropy(
     if targets.ndim < 2:
         return reduce.mean(losses)
     counted = targets >= 0
-    dtype = jnp.promote_types(losses.dtype, jnp.float32)  # bfloat16 counts to 256
+    dtype = jnp.promote_types(losses.dtype, jnp.float32)  # bfloat16 counts only to 256
     both = jnp.stack([jnp.where(counted, losses, 0.0).astype(dtype), counted.astype(dtype)])
     sums = reduce.sum(both, axis=tuple(range(1, both.ndim)))  # one all-reduce
     return sums[0] / (jnp.maximum(sums[1], 1.0) if count is None else count)
@@ -73,23 +73,25 @@ def _check_shapes(outputs: Any, kernel: Any, targets: Any, *, has_head: bool) ->
 
 
 def by_places(f: Callable[[Array, Array], Any], x: Array, targets: Array, chunk: int = CHUNK) -> Any:
-    """Return `f(x, targets)`, arrays[rows, places], from at most `chunk` places of each row at a time. What f makes of them is
-    made again in the backward pass, where there is more than one chunk."""
+    """Return `f(x, targets)`, arrays[rows, places], computed for at most `chunk` places of each row
+    at a time. The backward pass recomputes the intermediate values of `f` if there are several
+    chunks."""
     length = targets.shape[1]
     count = next(n for n in itertools.count(-(-length // chunk)) if not length % n)
 
     def chunks(x: Array) -> Array:
-        """The places of a chunk are `count` apart: where devices hold parts of a row, each holds a part of every chunk."""
+        """Split into chunks of places `count` apart: if rows are split over devices, each device has a part of every chunk."""
         return jnp.moveaxis(x.reshape(x.shape[0], length // count, count, *x.shape[2:]), 2, 0)
 
-    one = jax.checkpoint(f) if count >= 2 else f
-    _, each = lax.scan(lambda _, some: (None, one(*some)), None, (chunks(x), chunks(targets)))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(targets.shape), each)
+    of_chunk = jax.checkpoint(f) if count >= 2 else f
+    _, parts = lax.scan(lambda _, chunk: (None, of_chunk(*chunk)), None, (chunks(x), chunks(targets)))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(targets.shape), parts)
 
 
 def losses_of(logits: Array, targets: Array, z: float) -> Array:
-    """Compute -log softmax(logits) at each target, and `z` times the square of the log of the denominator. Each reduction is
-    jshard's own, so that on an explicit mesh nothing moves unseen."""
+    """Compute -log softmax(logits) at each target, plus `z` times the squared log of the
+    denominator. All reductions are jshard's own, so that on an explicit mesh every collective is
+    listed."""
     largest = lax.stop_gradient(reduce.max(logits, axis=-1, keepdims=True))
     shifted = logits - largest
     total = jnp.log(reduce.sum(jnp.exp(shifted), axis=-1))
@@ -98,6 +100,6 @@ def losses_of(logits: Array, targets: Array, z: float) -> Array:
 
 
 def at_targets(logits: Array, targets: Array) -> Array:
-    """Select the logit of each target. A selection and a sum: a gather can't be typed on a mesh that splits the words."""
+    """Return the logit of each target by a selection and a sum: a gather has no sharding type if words are split."""
     chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
     return reduce.sum(jnp.where(chosen, logits, 0), axis=-1)

@@ -1,4 +1,4 @@
-"""`jshard.place`: an array, a model or a tree of arrays, brought to a layout, a signal, a mesh or devices."""
+"""`jshard.place`: transfer an array, a model or a tree of arrays to a layout, a signal, a mesh or devices."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from jshard.layouts.redistribution import as_array, redistribute, replicated
 from jshard.layouts.shard_buffers import Filling, taking
 from jshard.signals.scope import signal
 
-HOST = "pinned_host"  # JAX's name for memory of the host that a device can reach
+HOST = "pinned_host"  # JAX's name for host memory reachable from a device
 To = Placement | Sharding | Mesh | jax.Device | Sequence[jax.Device | int] | str | enum.Enum
 
 
 def place(x: Any, to: To) -> Any:
-    """Return `x` placed: an array, a number or a list of numbers, an NNX model, or a tree that holds arrays.
+    """Return an array, a number, a list of numbers, an NNX model, or a tree of arrays, transferred to `to`.
 
-        x = jshard.place(x, jax.P("data"))                             # a Layout or Sharding; a spec is over the loaded mesh
-        batch = jshard.place(batch, "inputs")                          # as a signal says; nothing loaded: unchanged
-        small = jshard.place(model, jax.make_mesh((1, 2), ("data", "tensor")))  # every array over its mesh axes of before
-        small = jshard.place(model, jax.devices()[:2])                 # the same axes, the first ones smaller
-        away = jshard.place(model, jax.memory.Space.Host)              # out of the devices' memory, still split
+        x = jshard.place(x, jax.P("data"))                             # a Layout or Sharding; a spec is over the loaded mesh.
+        batch = jshard.place(batch, "inputs")                          # by a signal; without a configuration: unchanged.
+        small = jshard.place(model, jax.make_mesh((1, 2), ("data", "tensor")))  # every array over its previous mesh axes.
+        small = jshard.place(model, jax.devices()[:2])                 # the same mesh axes, the first smaller.
+        away = jshard.place(model, jax.memory.Space.Host)              # to host memory, still split.
 
-    A layout and a signal apply to each array by itself, inside jit too. Devices may be numbers, and are for arrays at hand.
-    Between meshes a device receives its shard alone, and every process makes the call. The layers of a model follow the
-    configuration that is loaded: load one for the new mesh. Other leaves of a tree are returned as they are.
+    A layout or a signal applies to each array by itself, also inside jit. Devices may be given by number; they need concrete
+    arrays. Between meshes a device receives only its shard, and every process must make the call. A model's layers follow
+    the loaded configuration: load one for the new mesh. Other leaves of a tree are returned unchanged.
     """
     graph, state = nnx.split(x)
     named, tree = jax.tree_util.tree_flatten_with_path(state)
@@ -53,7 +53,7 @@ def place(x: Any, to: To) -> Any:
             hint="write jshard.shard(model, x), or name a mesh",
         )
     placed_by = _placing(to, arrays)
-    placed: dict[int, Any] = {}  # an array in two places of the tree is placed once
+    placed: dict[int, Any] = {}  # a shared array is transferred once
     for path, leaf in named:
         if id(leaf) not in placed:
             placed[id(leaf)] = placed_by(_label(path), leaf) if _is_array(leaf) else leaf
@@ -65,7 +65,7 @@ def _is_array(x: object) -> bool:
 
 
 def _placing(to: Any, arrays: Sequence[Any]) -> Callable[[str, Any], Any]:
-    """Return the function that places one array, given the words for it in an error."""
+    """Return a function that transfers an array, given the array's name in errors."""
     if isinstance(to, str):
         return lambda _, x: signal.tensor(x, name=to)
     to = [*to.device_set] if isinstance(to, SingleDeviceSharding) else [to] if isinstance(to, jax.Device) else to
@@ -102,17 +102,17 @@ def _across(x: jax.Array, layout: Layout, label: str) -> jax.Array:
 
 
 def _of_numbers(x: jax.Array, moved: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Move `x`, a random key as the numbers that it is made of."""
+    """Apply `moved` to `x`; a random key is moved as its underlying numbers."""
     return typed(moved(raw(x)), kind(x))
 
 
 def _layout(label: str, x: jax.Array, mesh: Mesh) -> Layout:
-    """Return the layout of `x` over the same mesh axes of another mesh."""
+    """Return the layout of `x` on another mesh, over its present mesh axes."""
     present = Layout.of(x) or replicated(mesh, x.ndim)
     for mesh_axis in present.mesh_axes:
         if mesh_axis not in mesh.shape:
             raise JShardError(
-                f'{label} lies over mesh axis "{mesh_axis}", which the mesh {sizes_of(mesh)} does not have',
+                f'{label} is split over mesh axis "{mesh_axis}", which the mesh {sizes_of(mesh)} does not have',
                 hint=f"give the mesh an axis {mesh_axis}, if only of size 1",
             )
     return Layout(mesh, *present.axes)
@@ -121,18 +121,16 @@ def _layout(label: str, x: jax.Array, mesh: Mesh) -> Layout:
 def _mesh_of(devices: Sequence[Any], leaves: Sequence[Any]) -> Mesh:
     present = jax.devices()
     chosen = []
-    for each in devices:
-        if not isinstance(each, int | jax.Device):
-            raise JShardError(f"jshard.place to {kind_of(each)} in a list", hint="list devices, or their numbers")
-        if isinstance(each, int):
-            if not 0 <= each < len(present):
-                raise JShardError(
-                    f"jshard.place to device {each}, but {len(present)} are here", hint=f"use 0 to {len(present) - 1}"
-                )
-            each = present[each]
-        chosen.append(each)
+    for device in devices:
+        if not isinstance(device, int | jax.Device):
+            raise JShardError(f"jshard.place to {kind_of(device)} in a list", hint="list devices, or their numbers")
+        if isinstance(device, int) and not 0 <= device < len(present):
+            raise JShardError(
+                f"jshard.place to device {device}, but {len(present)} are here", hint=f"use 0 to {len(present) - 1}"
+            )
+        chosen.append(present[device] if isinstance(device, int) else device)
     shardings = [leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array)]
-    meshes = list(dict.fromkeys(each.mesh for each in shardings if isinstance(each, NamedSharding)))
+    meshes = list(dict.fromkeys(sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)))
     if len(meshes) >= 2:
         raise JShardError(
             f"jshard.place to {len(chosen)} devices of arrays on {len(meshes)} meshes",
@@ -148,12 +146,12 @@ def _label(path: Sequence[Any]) -> str:
     return f"jshard.place: {name}" if name else "jshard.place"
 
 
-# -- an array from one mesh to another, or between a device's memory and its host's --
+# -- transfers between meshes, and between a device's memory and its host's --
 
 
 def transfer(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """The same numbers, lying as `sharding` says. A device gets only what it will hold, and one block of 1 MiB at a time;
-    between processes blocks travel as they do in `scatter`, and every process calls this."""
+    """Transfer an array to `sharding`; each device receives only its shard, in blocks of 1 MiB.
+    Between processes blocks are sent as in `scatter`, and every process must call this."""
     parcels: list[Parcel] = []
     doors = doors_of(next(iter(sharding.device_set)).platform)
     with without_mesh():
@@ -168,7 +166,7 @@ def transfer(x: jax.Array, sharding: Sharding) -> jax.Array:
         for part, having in holders(here).items():
             both = overlap(box, part)
             if both is not None:
-                parcels += parcels_of(both, having if shared else wanting, wanting)  # else each has its own
+                parcels += parcels_of(both, having if shared else wanting, wanting)  # else each has its own copy
     with without_mesh():
         filling = Filling(sharding, x.shape, x.dtype)
         carry(parcels, doors, x.dtype.itemsize, taking(x), filling.put)
@@ -176,7 +174,7 @@ def transfer(x: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def on_host(x: jax.Array) -> jax.Array:
-    """The same, in the memory of the hosts of its devices: still split as it was, and no longer in the devices' own."""
+    """Move an array to the memory of its devices' hosts, with unchanged sharding."""
     for device in x.sharding.device_set:
         if HOST not in {memory.kind for memory in device.addressable_memories()}:
             raise JShardError(
@@ -188,12 +186,12 @@ def on_host(x: jax.Array) -> jax.Array:
 
 
 def fewer(mesh: Mesh, devices: Sequence[Any], *, label: str) -> Mesh:
-    """A mesh of the same axes over these devices: the first mesh axes become as small as they have to."""
-    sizes, left = dict(mesh.shape), len(devices)
+    """Return a mesh with the same axes over fewer devices; the first mesh axes shrink."""
+    sizes, remaining = dict(mesh.shape), len(devices)
     for name in reversed(sizes):
-        sizes[name] = math.gcd(sizes[name], left)
-        left //= sizes[name]
-    if left != 1:
+        sizes[name] = math.gcd(sizes[name], remaining)
+        remaining //= sizes[name]
+    if remaining != 1:
         raise JShardError(
             f"{label} to {len(devices)} devices, over which the mesh {sizes_of(mesh)} can't be made smaller",
             hint=f"give it a number of devices that divides {mesh.size}, or a mesh",

@@ -1,5 +1,4 @@
-"""What fails in a user's function while it is traced, or called: one sentence with the user's line and signal, and no frame of
-JAX or Flax."""
+"""Errors in a user's function, as a sentence with the user's line and signal, without frames of JAX or Flax."""
 
 from __future__ import annotations
 
@@ -28,17 +27,17 @@ from jshard.signals.active_config import configuration, mesh
 from jshard.signals.device_sets import program_of
 from jshard.signals.scope import failed_under
 
-# Frames of these are not the user's.
+# Frames in these folders are not the user's.
 FOREIGN = tuple(f"{Path(str(module.__file__)).parent}/" for module in (jax, flax, optax, np))
 INSIDE = (f"{Path(__file__).parents[1]}/", *FOREIGN)
 LONGEST = 300
-# JAX functions by which a program says where an array lies.
+# JAX functions that set an array's sharding.
 PLACING = {
     "with_sharding_constraint": "with_sharding_constraint",
     "reshard": "reshard",
     "canonicalize_sharding": "out_sharding",
 }
-# Errors of JAX that mean: Python needs the numbers of an array that is being traced.
+# JAX's errors for code that needs the numbers of a traced array.
 UNKNOWN_YET = (
     jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
 )  # fmt: skip
@@ -46,7 +45,7 @@ UNKNOWN_YET = (
 
 @contextlib.contextmanager
 def as_user_error(doing: str) -> Iterator[None]:
-    """Raise what goes wrong inside as one sentence; the original error stays behind it, as its cause."""
+    """Convert an error inside to a `JShardError`, with the original error as its cause."""
     try:
         yield
     except JShardError:
@@ -56,7 +55,7 @@ def as_user_error(doing: str) -> Iterator[None]:
 
 
 def in_own_words(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `f`, which a function of jshard traces, with a sentence for each error that JAX or Flax raises in it."""
+    """Return `f` with errors of JAX or Flax in its trace converted to a `JShardError`."""
 
     @functools.wraps(f)
     def call(*args: object, **kwargs: object) -> Any:
@@ -71,7 +70,7 @@ def in_own_words(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def boundary(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `call`, which a user calls, with no frame of JAX or Flax under it in the traceback of a JShardError."""
+    """Return `call`, a public function, without frames of JAX or Flax in the traceback of a `JShardError`."""
 
     @functools.wraps(call)
     def bounded(*args: object, **kwargs: object) -> Any:
@@ -84,8 +83,8 @@ def boundary(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _translated(error: Exception, f: Callable[..., Any], caller: types.FrameType) -> JShardError | None:
-    """Return the sentence for an error that JAX or Flax raised in `f`, which `caller` calls. The type of the error and the
-    functions it comes from decide. None for an error of the user's own."""
+    """Return a `JShardError` for an error of JAX or Flax in `f`, called by `caller`; None for the
+    user's errors. The type of the error and the functions in its traceback decide."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_foreign = [frame.f_code.co_filename.startswith(FOREIGN) for frame in frames]
     is_called_wrong = isinstance(error, TypeError) and frames[-1] is caller
@@ -96,13 +95,13 @@ def _translated(error: Exception, f: Callable[..., Any], caller: types.FrameType
     line, present = "the program" if frame is None else f"{shown_path(frame.filename)}:{frame.lineno}", configuration()
     source = "the configuration" if present is None else present.source
     called = [code.co_name for code in codes if code.co_name != "reraise_with_filtered_traceback"]
-    placing = next((PLACING[each] for each in called if each in PLACING), None)
+    placing = next((PLACING[word] for word in called if word in PLACING), None)
     if is_called_wrong:
         sentence = JShardError(str(error), hint=f"call it as {name}{inspect.signature(f)}")
     elif isinstance(error, NameError):
         fault = f"{line} calls {called[0]} over a mesh axis, and {name} is given whole arrays"
         sentence = JShardError(fault, hint=f"remove {called[0]}: {source} says what is summed over devices")
-    elif "shard_value" in called:  # of Flax, for a variable that is annotated
+    elif "shard_value" in called:  # of Flax, for an annotated variable
         fault = f"{line} annotates a parameter, and Flax looks for mesh axes of these names when it is built"
         sentence = JShardError(fault, hint="write nnx.with_partitioning(..., eager_sharding=False): claims place it")
     elif any(Path(code.co_filename).stem == "shard_map" for code in codes):
@@ -127,7 +126,7 @@ def _translated(error: Exception, f: Callable[..., Any], caller: types.FrameType
 
 
 def check_numbers(x: object) -> None:
-    """Refuse an array of numpy that JAX can't hold."""
+    """Raise an error for a numpy array of a dtype unknown to JAX."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "OSUmM":
         raise JShardError(
             f"an array of shape {x.shape} has the dtype {x.dtype}, and JAX holds numbers",
@@ -136,7 +135,7 @@ def check_numbers(x: object) -> None:
 
 
 def check_mesh_is_known(leaves: Sequence[Any], name: str) -> None:
-    """Refuse a gradient of the function `name` outside `jax.jit` while no mesh is set: JAX can't begin one."""
+    """Raise an error for a gradient of the function `name` outside `jax.jit` without a mesh: JAX can't start it."""
     is_set = not jax.sharding.get_abstract_mesh().empty
     tracers = [x for x in leaves if isinstance(x, Tracer) and x.to_concrete_value() is not None and not _is_forward(x)]
     if is_explicit(mesh()) and not is_set and any(program_of(x) is None for x in tracers):
@@ -147,7 +146,7 @@ def check_mesh_is_known(leaves: Sequence[Any], name: str) -> None:
 
 
 def of_transformation(error: Exception, leaves: Sequence[Any], name: str) -> JShardError | None:
-    """Return the sentence for an error of a JAX transformation around a call of `name` on `leaves`; None for any other."""
+    """Return a `JShardError` for an error of a JAX transformation around a call of `name`; None for other errors."""
     if isinstance(error, TraceContextError):
         return JShardError(
             f"{name} changes variables of its model inside a JAX transformation that does not take the model",
@@ -162,17 +161,17 @@ def of_transformation(error: Exception, leaves: Sequence[Any], name: str) -> JSh
 
 
 def _is_forward(x: object) -> bool:
-    """Whether `jax.jvp` differentiates `x`. JAX keeps the class to itself."""
+    """Return True if `jax.jvp` differentiates `x`. JAX does not export the class."""
     return type(x).__name__ == "JVPTracer"
 
 
 def name_of(f: Callable[..., Any]) -> str:
-    """`Net.__call__`: a function's name, with its class and without the function it is defined in."""
+    """Return a function's name with its class, as `Net.__call__`, without an enclosing function."""
     return getattr(f, "__qualname__", type(f).__name__).rpartition("<locals>.")[2]
 
 
 def _own_frames(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """Leave the frames of JAX and Flax out of a traceback."""
+    """Return a traceback without the frames of JAX and Flax."""
     if tb is None:
         return None
     rest, is_foreign = _own_frames(tb.tb_next), tb.tb_frame.f_code.co_filename.startswith(FOREIGN)
@@ -193,7 +192,7 @@ def _sentence(doing: str, error: Exception) -> JShardError:
 
 
 def _is_ambiguous(error: Exception) -> bool:
-    """Whether types don't tell how a result lies. JAX keeps the class to itself."""
+    """Return True for JAX's error for a result without a known sharding. JAX does not export the class."""
     return type(error).__name__ == "ShardingTypeError"
 
 
@@ -206,7 +205,7 @@ def _view_hint(frame: traceback.FrameSummary | None) -> str:
 
 
 def _own_frame(error: Exception) -> traceback.FrameSummary | None:
-    """The innermost frame that is neither jshard's, JAX's nor Flax's."""
+    """Return the innermost frame of the user's code."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         inside = "/site-packages/" in frame.filename or "/lib/python" in frame.filename
         if not inside and not frame.filename.startswith((*INSIDE, "<")):
@@ -224,7 +223,7 @@ def _signal(error: Exception) -> str:
 
 
 def check_takes_its_models(f: Callable[..., Any]) -> None:
-    """Refuse a model that a function only closes over: its parameters would be constants, and stay what they are now."""
+    """Raise an error for a closed-over model: its parameters would be constants, with their present values."""
     f = inspect.unwrap(f)
     if not isinstance(f, types.FunctionType):
         return
