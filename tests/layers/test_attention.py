@@ -121,9 +121,9 @@ def test_a_cache_is_for_its_rows_and_length():
     layer = attention()
     layer.init_cache(ROWS, LENGTH - 1)
     for x, sentence in (
-        (X, "a cache for 4 rows of 7 tokens was given 4 of 8; call init_cache(4, 8) before"),
-        (X[:2, :1], "a cache for 4 rows of 7 tokens was given 2 of 1; call init_cache(2, 7) before"),
-        (np.repeat(X[:, :1], 2, 0), "a cache for 4 rows of 7 tokens was given 8 of 1; call init_cache(8, 7) before"),
+        (X, "a cache for 4 rows of 7 tokens was given 4 of 8; call init_cache(4, 8) first"),
+        (X[:2, :1], "a cache for 4 rows of 7 tokens was given 2 of 1; call init_cache(2, 7) first"),
+        (np.repeat(X[:, :1], 2, 0), "a cache for 4 rows of 7 tokens was given 8 of 1; call init_cache(8, 7) first"),
     ):
         with pytest.raises(JShardError) as error:
             layer(x)

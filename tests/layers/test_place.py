@@ -243,12 +243,12 @@ def test_place_refuses_where_nothing_can_go(mesh):
     for model, to, sentence in (
         ({"w": x}, jax.memory.Space.Any, "jshard.place to MemorySpace.Any; use jax.memory.Space.Host, a mesh or devices"),
         ({"w": x}, ["cpu:1"], "jshard.place to a str in a list; list devices, or their numbers"),
-        ({"k": x}, mesh(b=2), 'jshard.place: k lies over mesh axis "a", which the mesh {b: 2} does not have; '
+        ({"k": x}, mesh(b=2), 'jshard.place: k is split over mesh axis "a", which the mesh {b: 2} does not have; '
          "give the mesh an axis a, if only of size 1"),
         ({"w": np.ones(2)}, [], "jshard.place to 0 devices, over which the mesh {devices: 1} can't be made smaller; "
          "give it a number of devices that divides 1, or a mesh"),
         ({"w": x}, [9], "jshard.place to device 9, but 8 are here; use 0 to 7"),
-        ({"w": x}, mesh(b=2), 'jshard.place: w lies over mesh axis "a", which the mesh {b: 2} does not have; '
+        ({"w": x}, mesh(b=2), 'jshard.place: w is split over mesh axis "a", which the mesh {b: 2} does not have; '
          "give the mesh an axis a, if only of size 1"),
         ({"w": x}, mesh(a=3 * 2), 'jshard.place: w splits axis 0 of size 8 over mesh axis "a" of size 6; use 6 or 12, or pad'),
         ({"w": x}, [0, -1], "jshard.place to device -1, but 8 are here; use 0 to 7"),

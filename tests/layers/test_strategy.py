@@ -138,7 +138,7 @@ def test_calling_a_layer_on_sizes_that_do_not_divide_is_one_sentence(case):
 def test_out_sharding_and_a_signal_are_one_too_many():
     layer = build("rows")
     assert sentence(layer, ones((8, 16)), out_sharding=P()) == (
-        'signal "rows" (c.yaml:4) says where the output lies, and so does out_sharding=; remove out_sharding='
+        'signal "rows" (c.yaml:4) sets the sharding of the output, and so does out_sharding=; remove out_sharding='
     )
 
 
