@@ -509,8 +509,8 @@ CASES = {
     ),
     "an optimizer that multiplies parameters": (
         "jshard.Optimizer(sharded(), optax.contrib.muon(1e-3))",
-        'the optimizer multiplies whole parameters, and down.kernel of shape (16, 8) lies split over mesh axis "tensor"; '
-        "use one that treats each element by itself, such as adamw, or leave the parameter whole: rows alone",
+        'the optimizer multiplies whole parameters, and down.kernel of shape (16, 8) is split over mesh axis "tensor"; '
+        "use one that treats each element by itself, such as adamw, or do not split the parameter: write only row",
     ),
     "a product that does not fit": (
         "jshard.matmul(X, np.ones((9, 16), np.float32))",

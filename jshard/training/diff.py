@@ -60,9 +60,11 @@ def diff(
         if kinds[0] == kinds[1]:
             raise JShardError(
                 f"jshard.diff is given {kinds[0]} twice and the topology {topology}",
-                hint="give two paths: only what they lead to can be compiled",
+                hint="give two paths: only a configuration or a function can be compiled",
             )
-        raise JShardError(f"jshard.diff is given {kinds[0]} and {kinds[1]}", hint="give two of a kind")
+        raise JShardError(
+            f"jshard.diff is given {kinds[0]} and {kinds[1]}", hint="give two paths, two ledgers or two plans"
+        )
     assert not isinstance(old, Ledger | Plan) and not isinstance(new, Ledger | Plan)
     known = configs or [os.environ.get("JSHARD_CONFIG") or ""]
     with (

@@ -59,7 +59,7 @@ class Shape:
                 f'--args "{word}" is 64 bits wide, and JAX runs in 32', hint=f"write {narrow}, or set JAX_ENABLE_X64=1"
             )
         if "" in sizes[: -1 if len(sizes) > 1 else None] and sizes != [""]:
-            raise JShardError(f'--args "{word}" leaves a size out', hint=f"write it like {EXAMPLE}")
+            raise JShardError(f'--args "{word}" has an empty size', hint=f"write it like {EXAMPLE}")
         axes = None if axes_words is None else tuple(map(_mesh_axes, axes_words.split(",")))
         return cls(word, dtype, tuple(int(size) for size in sizes if size), axes)
 

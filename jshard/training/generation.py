@@ -50,8 +50,8 @@ class Sampling:
                 raise JShardError(f"{name} is {value}", hint=f"use {between}")
             if value is not None and name != "temperature" and self.temperature == 0:
                 raise JShardError(
-                    f"{name} is {value} at temperature 0, where the likeliest token is taken",
-                    hint="give a temperature too, 1.0 say",
+                    f"{name} is {value} at temperature 0, which always takes the likeliest token",
+                    hint="use a temperature above 0, such as 1.0",
                 )
 
     def choose(self, logits: jax.Array, positions: jax.Array, key: jax.Array) -> jax.Array:
@@ -91,13 +91,13 @@ def generate(
     """
     if missing := [name for name in ("init_cache", "hidden", "logits") if not hasattr(model, name)]:
         raise JShardError(
-            f"{kind_of(model)} has no {missing[0]}, by which tokens are generated",
+            f"{kind_of(model)} has no {missing[0]}, which generation needs",
             hint="give it a jshard.Decoder",
         )
     if not len(prompts):
-        raise JShardError("there is no prompt to go on from", hint="give a list of prompts, each a list of tokens")
+        raise JShardError("there is no prompt", hint="give a list of prompts, each a list of tokens")
     if empty := [number for number, prompt in enumerate(prompts) if not len(prompt)]:
-        raise JShardError(f"prompt {empty[0]} is empty", hint="begin with a token at least")
+        raise JShardError(f"prompt {empty[0]} is empty", hint="give at least one token")
     if tokens < 1:
         raise JShardError(f"tokens is {tokens}", hint="use 1 or more")
     writer = Writer(model, prompts, tokens, Sampling(temperature, top_k, top_p), seed)

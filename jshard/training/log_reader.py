@@ -31,9 +31,9 @@ def folder_of(run: str | Path) -> Path:
     for folder in (run, run / LOG, _named(run)):
         if folder is not None and any(folder.glob("rank-*.jsonl")):
             return folder
-    why = "it has no log" if run.is_dir() else "there is no such folder"
-    hint = "train with log=true" if run.is_dir() else "type: jshard top and the output folder of a run"
-    raise JShardError(f"{run} holds no log of what ran: {why}", hint=hint)
+    if run.is_dir():
+        raise JShardError(f"{run} holds no log of a run", hint="train with log=true")
+    raise JShardError(f"there is no folder {run}", hint="type: jshard top and the output folder of a run")
 
 
 def _named(run: Path) -> Path | None:
@@ -97,7 +97,7 @@ class Rank:
         zero = wall - mono if self.zero is None else self.zero
         if abs(wall - mono - zero - self.jumped) > JUMP:
             self.jumped = wall - mono - zero
-            self._fault(f"the clock of rank {self.rank} jumped by {self.jumped:+,.0f} s; its times are put right")
+            self._fault(f"the clock of rank {self.rank} jumped by {self.jumped:+,.0f} s; its times are corrected")
         line.update(rank=self.rank, attempt=self.attempt, time=mono + zero, wall=wall, mono=mono)
         if not isinstance(line.get("step"), int):
             line["step"] = self.lines[-1]["step"] if self.lines else 0
@@ -110,7 +110,7 @@ class Rank:
     @property
     def cut(self) -> list[str]:
         """The faults of the file, with a half-written last line."""
-        half = f"the last line of {self.path.name} is half: its process was killed, or is writing"
+        half = f"the last line of {self.path.name} is incomplete: its process was killed, or is writing"
         return [*self.faults, half] if self.half else self.faults
 
     def of(self, *what: str) -> list[dict[str, Any]]:

@@ -121,7 +121,7 @@ class Settings:
             pipeline = self.configuration.pipeline
             asks = self.label("microbatches") if pipeline is None else f"jshard.pipeline ({pipeline.place})"
             raise JShardError(
-                f"{asks} takes {batch} rows in {parts} microbatches",
+                f"{asks} splits {batch} rows into {parts} microbatches",
                 hint=f"use batch={multiples(batch, parts)}",
             )
         if ways is None:

@@ -105,7 +105,7 @@ def _configured(settings: dict[str, Any]) -> Configuration:
     if present.pipeline is not None and count not in (None, present.pipeline.microbatches):
         raise JShardError(
             f"jshard.train is given microbatches={count}, and {present.pipeline} ({present.pipeline.place})",
-            hint="leave microbatches away",
+            hint="remove microbatches",
         )
     parts = {} if present.pipeline is None else {"microbatches": present.pipeline.microbatches}
     return dataclasses.replace(present, train=MappingProxyType({**said.train, **parts}), train_places=places)

@@ -94,7 +94,7 @@ def test_two_processes_say_it_once(trained):
 @pytest.mark.parametrize(("words", "sentence"), [
     ([], 'jshard generate needs a prompt; type: jshard generate {run} --prompt "Once"'),
     (["--prompt", "a", "--stop", ""], '--stop "" is empty; remove it'),
-    (["--prompt", ""], "prompt 0 is empty; begin with a token at least"),
+    (["--prompt", ""], "prompt 0 is empty; give at least one token"),
     (["--prompt", "a", "--from", "7"],
      '{run}/checkpoints holds no checkpoint "7"; use --from latest, previous or a step of 60'),
 ], ids=["no prompt", "stop", "empty", "step"])  # fmt: skip

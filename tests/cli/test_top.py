@@ -62,7 +62,7 @@ def test_half_and_changed_lines_are_left_out_and_told(tmp_path):
     path = put(tmp_path, 0, begin(0, 1), *steps(2), half='{"what": "step", "wa')
     logs = read(tmp_path)
     assert [line["step"] for line in logs.lines] == [0, 1, 2]
-    assert logs.faults == ["the last line of rank-0000.jsonl is half: its process was killed, or is writing"]
+    assert logs.faults == ["the last line of rank-0000.jsonl is incomplete: its process was killed, or is writing"]
     with path.open("a") as file:  # it was being written: the rest comes
         file.write('ll": 1003, "mono": 3, "step": 3, "seconds": 1}\n\xff[1]\n{"what": 3}\n{}\nnull\n\n')
     logs.read()
@@ -86,7 +86,7 @@ def test_clock_that_jumps_is_told_and_put_right(tmp_path, jump):
     put(tmp_path, 0, begin(0, 1), *lines)
     logs = read(tmp_path)
     assert [line["time"] for line in logs.lines] == [1000.0, 1001.0, 1002.0, 1003.0, 1004.0]
-    assert logs.faults == [f"the clock of rank 0 jumped by {jump:+,.0f} s; its times are put right"]
+    assert logs.faults == [f"the clock of rank 0 jumped by {jump:+,.0f} s; its times are corrected"]
     assert standings(logs, 1005.0 + jump)[0].seen == 1.0
 
 
@@ -174,7 +174,7 @@ def test_top_prints_one_table_where_nobody_watches(capsys, tmp_path):
     assert told[1] == "rank host step steps/s loss memory on device seen state".split()
     assert told[3][:10] == ["0", "node0", "30/30", "1.0", "0.0333", "1.00", "MiB", "-", *told[3][8:10]]
     assert told[4][:9] == ["1", "node1", "30/30", "1.0", "0.0333", "1.00", "MiB", "5.00", "GiB"]
-    assert out[-1] == "the last line of rank-0001.jsonl is half: its process was killed, or is writing"
+    assert out[-1] == "the last line of rank-0001.jsonl is incomplete: its process was killed, or is writing"
     assert all(line.endswith("ended: finished") for line in out if "node" in line)
     assert typed(capsys, "top", f"{tmp_path}/log", "--once")[0] == 0
 
@@ -218,9 +218,9 @@ def test_top_on_a_terminal_is_drawn_until_all_have_ended(tmp_path):
 def test_top_of_another_folder_is_one_sentence(capsys, tmp_path):
     nowhere = f"{tmp_path}/nowhere"
     hint = "type: jshard top and the output folder of a run"
-    told = f"{nowhere} holds no log of what ran: there is no such folder; {hint}"
+    told = f"there is no folder {nowhere}; {hint}"
     assert typed(capsys, "top", nowhere) == (2, [], [told])
-    told = f"{tmp_path} holds no log of what ran: it has no log; train with log=true"
+    told = f"{tmp_path} holds no log of a run; train with log=true"
     assert typed(capsys, "top", str(tmp_path)) == (2, [], [told])
     assert typed(capsys, "top") == (
         2, [], ["jshard top: the following arguments are required: RUN; type: jshard top --help"],

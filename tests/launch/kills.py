@@ -52,7 +52,7 @@ def launch(here: Path, name: str, restarts: int = 0) -> tuple[int, int]:
         timeout=900,
     )
     assert done.returncode == 0, f"status {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stderr.count(" was ended by SIGKILL "), done.stdout.count(", which was never saved to its end")
+    return done.stderr.count(" was ended by SIGKILL "), done.stdout.count(", an unfinished checkpoint")
 
 
 def left(run: Path) -> tuple[list[dict[str, float]], list[str]]:

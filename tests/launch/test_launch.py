@@ -187,7 +187,7 @@ def test_launch_goes_on_after_a_full_disk_from_the_checkpoint_before_and_ends_at
     full, says, again, nan, end, no_more = err
     assert no_more == "not started again: the same fault would follow; mend it first"
     assert re.fullmatch(
-        rf'\[1\] jshard.train.checkpoint \(the command line\) saves to "{tmp_path}/run/checkpoints", which can\'t take step \d+: '
+        rf'\[1\] jshard.train.checkpoint \(the command line\) saves to "{tmp_path}/run/checkpoints", which can\'t save step \d+: '
         rf"file too large, and the last checkpoint is that of step \d+; make it writable, then type: jshard resume {tmp_path}/run --trust",
         full,
     )
@@ -219,7 +219,7 @@ def test_launch_does_not_start_again_on_a_disk_that_is_really_full(tmp_path):
     started = start("-n", "2", "--restarts", "2", *words, before=before, SOAK_HERE=str(tmp_path))
     status, _, err = finished(started, timeout=240)
     assert (status, len(err)) == (2, 3), err
-    assert re.search(r"can\'t (take step \d+|be written to): no space left on device[;,] .*make room", err[0]), err
+    assert re.search(r"can\'t (save step \d+|be written to): no space left on device[;,] .*make room", err[0]), err
     assert re.fullmatch(r"all were stopped: the reason is above, by rank \d", err[1])
     assert err[2] == "not started again: the same fault would follow; mend it first"
 

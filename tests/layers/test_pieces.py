@@ -299,7 +299,7 @@ def test_microbatches_of_a_run_that_are_not_those_of_its_pipeline_are_refused():
     with pytest.raises(JShardError) as told:
         jshard.train(Model(rngs=nnx.Rngs(0)), optax.sgd(0.1), {"train": (X, Y)}, microbatches=4)
     assert str(told.value) == (
-        "jshard.train is given microbatches=4, and stages over stage, 2 microbatches by 1f1b (<dict>); leave microbatches away"
+        "jshard.train is given microbatches=4, and stages over stage, 2 microbatches by 1f1b (<dict>); remove microbatches"
     )
 
 

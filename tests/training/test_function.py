@@ -293,12 +293,12 @@ MISTAKES = [
     (["mine:Thing"], '"mine:Thing" names a class; name a function that calls it'),
     (
         ["mine:loss", "--args", "mine:model"],
-        "mine:loss takes model, x, and is given 1 argument; write a word for each behind --args, such as float32[64,784], "
+        "mine:loss takes model, x, and is given 1 argument; write one word for each argument after --args, such as float32[64,784], "
         "float32[64,784]@data or train:model",
     ),
     (
         ["mine:alone", "--args", "int32[3]"],
-        "mine:alone takes nothing, and is given 1 argument; write a word for each behind --args, such as float32[64,784], "
+        "mine:alone takes nothing, and is given 1 argument; write one word for each argument after --args, such as float32[64,784], "
         "float32[64,784]@data or train:model",
     ),
     (
@@ -317,7 +317,7 @@ MISTAKES = [
     ),
     (
         ["mine:loss", "--args", "mine:model", "float32[8,,8]"],
-        '--args "float32[8,,8]" leaves a size out; write it like float32[64,784], float32[64,784]@data or train:model',
+        '--args "float32[8,,8]" has an empty size; write it like float32[64,784], float32[64,784]@data or train:model',
     ),
     (
         ["mine:loss", "--args", "mine:model", "float64[8,8]"],

@@ -193,10 +193,10 @@ def test_tokens_are_drawn_of_those_that_may_be(how, may):
     ({"temperature": -1.0}, "temperature is -1.0; use 0 or more"),
     ({"top_p": 1.5}, "top_p is 1.5; use a number between 0 and 1"),
     ({"top_k": 0}, "top_k is 0; use 1 or more"),
-    ({"top_k": 5}, "top_k is 5 at temperature 0, where the likeliest token is taken; give a temperature too, 1.0 say"),
+    ({"top_k": 5}, "top_k is 5 at temperature 0, which always takes the likeliest token; use a temperature above 0, such as 1.0"),
     ({"tokens": 0}, "tokens is 0; use 1 or more"),
-    ({"prompts": []}, "there is no prompt to go on from; give a list of prompts, each a list of tokens"),
-    ({"prompts": [[1], []]}, "prompt 1 is empty; begin with a token at least"),
+    ({"prompts": []}, "there is no prompt; give a list of prompts, each a list of tokens"),
+    ({"prompts": [[1], []]}, "prompt 1 is empty; give at least one token"),
     ({"prompts": [[1], [5, 64]]},
      "prompt 1 has token 64 at place 1, and the model knows 64 tokens; use tokens from 0 to 63, of the tokenizer that it was "
      "trained with"),
@@ -204,7 +204,7 @@ def test_tokens_are_drawn_of_those_that_may_be(how, may):
      "prompt 0 has token -1 at place 0, and the model knows 64 tokens; use tokens from 0 to 63, of the tokenizer that it was "
      "trained with"),
     ({"model": nnx.Module()},
-     "a Module has no init_cache, by which tokens are generated; give it a jshard.Decoder"),
+     "a Module has no init_cache, which generation needs; give it a jshard.Decoder"),
 ], ids=lambda each: next(iter(each)) if isinstance(each, dict) else "")  # fmt: skip
 def test_a_mistake_is_told(how, sentence):
     with pytest.raises(JShardError) as error:

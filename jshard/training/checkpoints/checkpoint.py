@@ -74,7 +74,7 @@ class Checkpoint:
                 found = dataclasses.replace(found, whole=found._checked())
             except (Damaged, OSError) as error:
                 fault = error if isinstance(error, Damaged) else f"can't be read: {reason(error)}"
-                print(f"{found} {fault}; an earlier one is looked for", file=sys.stderr, flush=True)
+                print(f"{found} {fault}; an earlier checkpoint is tried", file=sys.stderr, flush=True)
             if np.all(multihost_utils.process_allgather(np.bool_(found.whole is not None))):
                 return found
         if found is None:
@@ -86,13 +86,13 @@ class Checkpoint:
         steps = steps_in(folder)
         if not steps:
             partial = [path.name for path in folder.glob("*.partial")] if folder.is_dir() else []
-            only = f" but {partial[0]}, which was never saved to its end" if partial else ""
-            raise JShardError(f"there is no checkpoint in {folder}{only}", hint="start anew by: jshard train")
+            only = f" but {partial[0]}, an unfinished checkpoint" if partial else ""
+            raise JShardError(f"there is no checkpoint in {folder}{only}", hint="type: jshard train")
         if which == "latest":
             return steps[-1]
         if which == "previous":
             if len(steps) == 1:
-                raise JShardError(f"{folder} holds one checkpoint, of step {steps[0]}, and none before it", hint=_ANEW)
+                raise JShardError(f"{folder} holds one checkpoint, of step {steps[0]}, and no earlier one", hint=_ANEW)
             return steps[-2]
         if not which.isdecimal() or int(which) not in steps:
             saved = ", ".join(map(str, steps))
@@ -161,7 +161,7 @@ class Checkpoint:
             raise JShardError.of(JShardError(fault, hint=hint) for fault in shown)
 
 
-_ANEW = "start anew by: jshard train, with another output"
+_ANEW = "type: jshard train, with another output"
 
 
 def refusal(error: BaseException) -> OSError:
@@ -219,7 +219,7 @@ class Saver:
             folder.mkdir(parents=True, exist_ok=True)
             for stale in [*folder.glob("*.partial"), *folder.glob("*.removed*")]:
                 if self._removed(stale):
-                    self.say(f"removed {stale}, which was never saved to its end")
+                    self.say(f"removed {stale}, an unfinished checkpoint")
             trial = folder / "0.partial"
             trial.mkdir()
             trial.rmdir()
@@ -241,7 +241,7 @@ class Saver:
             step, positions(position), {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
         )
         partial = self.policy.folder / f"{step}.partial"
-        with self._as_user_error(f"take step {step}"):
+        with self._as_user_error(f"save step {step}"):
             if self.leads:
                 partial.mkdir()
                 (partial / CONFIGURATION).write_text(self.configuration)
@@ -289,7 +289,7 @@ class Saver:
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
-        with self._as_user_error(f"take step {self.last}"):
+        with self._as_user_error(f"save step {self.last}"):
             pending.result()
         assert self.last is not None
         self.saved = Checkpoint(self.policy.folder / str(self.last), self.last, self.policy.run)

@@ -48,7 +48,9 @@ def _lock(file: FileIO, label: str) -> None:
             hint = "wait until it ends, or name another output"
             raise JShardError(f"{label} another run writes to: {file.read().decode()}", hint=hint) from error
         except OSError as error:
-            says = f"this file system locks no files ({reason(error)}): see that no other run writes to its folder"
+            says = (
+                f"this file system locks no files ({reason(error)}): make sure that no other run writes to its folder"
+            )
             print(says, file=sys.stderr, flush=True)
         break
     file.truncate(0)

@@ -101,7 +101,7 @@ def save_weights(
     path, begin, converts = Path(path), time.perf_counter(), _converts(dtype)
     if rename is not None and like is None:
         raise JShardError(
-            f"{rename} says no order and no dtypes of tensors", hint='give like="FILE", a file of these names'
+            f"{rename} has no order and no dtypes of tensors", hint='give like="FILE", a file of these names'
         )
     leaves, renaming = _all_or_faults(lambda: leaves_of(model), lambda: _renaming(rename, model))
     if abstract := [leaf for leaf in leaves if leaf.required and not isinstance(leaf.value, jax.Array)]:
@@ -229,8 +229,8 @@ def _laid_out(path: Path, leaves: Sequence[Leaf], metadata: Mapping[str, str] | 
     """Return the header of a new file for these parameters, named by their paths."""
     arrays = {leaf.path: (leaf.value.shape, np.dtype(leaf.value.dtype)) for leaf in leaves if leaf.required}
     if unknown := [leaf for leaf in leaves if leaf.required and arrays[leaf.path][1] not in WORDS]:
-        fault = "has a dtype that safetensors has not"
-        raise joined([JShardError(f"{leaf} {fault}", hint="convert it before") for leaf in unknown])
+        fault = "has a dtype that safetensors does not support"
+        raise joined([JShardError(f"{leaf} {fault}", hint="convert it first") for leaf in unknown])
     return new_header(path, arrays, metadata)
 
 

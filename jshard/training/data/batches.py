@@ -58,7 +58,7 @@ def source(label: str, data: object, *, batch: int, seed: int, shuffle: bool | N
     elif callable(train) or hasattr(train, "__iter__") or hasattr(train, "__next__"):
         if shuffle is not None or last is not None:
             key = "shuffle" if shuffle is not None else "last"
-            raise JShardError(f"{what} is in an order of its own, which {key} can't change", hint=f"remove {key}")
+            raise JShardError(f"{what} has its own order, which {key} can't change", hint=f"remove {key}")
         return Stream(what, train, batch)
     else:
         raise JShardError(f'{label} returns no pair of arrays named "train"', hint=PAIR)
@@ -73,19 +73,17 @@ def held_out(settings: Settings, label: str, data: object) -> Any:
     here = settings.label(key)
     if part_of(data, "test") is not None:
         raise JShardError(
-            f'{here} is beside the "test" of {settings.table("data").get("path")}', hint="remove one of the two"
+            f'{here} is set, and {settings.table("data").get("path")} returns a "test"', hint="remove one of the two"
         )
     if not isinstance(part_of(data, "train"), tuple):
         raise JShardError(
-            f'{here} is a part of a pair of arrays, and {label} returns another "train"', hint='return "test"'
+            f'{here} splits a pair of arrays, but {label} returns "train" in another form', hint='return a "test" too'
         )
     train = examples(label, data, "train")
     assert isinstance(train, Examples)
     kept = len(train) - round(part * len(train))
     if not 0 < kept < len(train):
-        raise JShardError(
-            f"{here} holds {part:g} of {len(train)} examples out", hint="hold some out and keep some: 0.1"
-        )
+        raise JShardError(f"{here} is {part:g}, of {len(train)} examples", hint="use a share of them, such as 0.1")
     cut = lambda at: jax.tree.map(lambda array: array[at], (train.x, train.y))
     return {"train": cut(slice(kept)), "test": cut(slice(kept, None))}
 

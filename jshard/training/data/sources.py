@@ -97,7 +97,7 @@ class Shuffled:
         if position is not None and position["examples"] != count:
             raise JShardError(
                 f"{self.label} returns {count:,} examples, and returned {position['examples']:,} when the checkpoint was saved",
-                hint="return the same, or start anew",
+                hint="return the same examples, or train from the start with another output",
             )
         order = self._order(at)
         while True:
@@ -185,7 +185,9 @@ class Stream:
         batch = pair(self.label, value)
         if len(sizes := {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}) != 1 or () in sizes:
             shapes = ", ".join(str(np.shape(leaf)) for leaf in jax.tree.leaves(batch))
-            raise JShardError(f"{self.label} gives a batch of arrays {shapes}", hint="give all of them as many rows")
+            raise JShardError(
+                f"{self.label} gives a batch of arrays {shapes}", hint="give all arrays the same number of rows"
+            )
         it = self.iterator
         return batch, it.get_state() if hasattr(it, "get_state") and hasattr(it, "set_state") else None
 
@@ -250,8 +252,8 @@ def own_position(saved: Position, checkpoint: object) -> Position:
         return saved
     if len(states) != jax.process_count():
         raise JShardError(
-            f"{checkpoint} was saved by {len(states)} processes, each at its own place in a stream of its own, and here are "
+            f"{checkpoint} was saved by {len(states)} processes, each with its own position in its own data, and this run has "
             f"{jax.process_count()}",
-            hint=f"start {len(states)}, or read the data by number: docs/checkpoints.md",
+            hint=f"start {len(states)} processes, or read the data by number: docs/checkpoints.md",
         )
     return {**{key: value for key, value in saved.items() if key != "states"}, "state": states[jax.process_index()]}

@@ -85,5 +85,5 @@ def tokenizer(settings: Settings) -> Tokenizer:
     if name != BYTES:
         return Library(name, f'{settings.label("data.tokens")} is "{name}"', end, end_label)
     if end is not None:
-        raise JShardError(f"{end_label} is {quoted(end)}, and of bytes 0 ends a document", hint="remove it")
+        raise JShardError(f"{end_label} is {quoted(end)}, but with bytes as tokens 0 ends a document", hint="remove it")
     return Bytes()

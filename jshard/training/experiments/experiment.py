@@ -167,7 +167,7 @@ class Experiment:
         """Return the test data; without any, `say` so, or raise an error if an evaluation is configured."""
         if self.test is None and "evaluation" in self.configuration.train:
             raise JShardError(
-                f'{self.settings.label("evaluation")} is on test data, and {self.loss.data.path} returns no "test"',
+                f'{self.settings.label("evaluation")} needs test data, and {self.loss.data.path} returns no "test"',
                 hint='return {"train": (x, y), "test": (x, y)}, or write evaluation: {held_out: 0.1}',
             )
         if self.test is None:
@@ -288,8 +288,8 @@ def at_two_layers(configuration: Configuration) -> tuple[str, str] | None:
         )
     if computes_on_cpus() and TIMES * bytes_now > (memory := memory_of_host()):
         raise JShardError(
-            f"{model}, which has {size(bytes_now)} of parameters{' in two layers' * (depth is not None)}; to verify it takes "
-            f"{TIMES} times as much, and this host has {size(memory)}",
+            f"{model}, which has {size(bytes_now)} of parameters{' in two layers' * (depth is not None)}; verifying needs "
+            f"{TIMES} times as much memory, and this host has {size(memory)}",
             hint=f"make it smaller, as in: jshard verify {configuration.source} model.width=256",
         )
     return None
@@ -305,7 +305,7 @@ def _data(settings: Settings, only_shapes: bool) -> tuple[Component, Mapping[str
     taken = sorted(set(how) & set(parameters_of(component.function)))
     if taken:
         raise JShardError(
-            f'{component}, which has an argument "{taken[0]}", and {taken[0]} beside it says how jshard reads data',
+            f'{component}, which has an argument "{taken[0]}", but {taken[0]} under data is a setting of jshard',
             hint=f"give the argument of {component.path} another name",
         )
     rest = {key: value for key, value in component.arguments.items() if key not in READING}

@@ -56,12 +56,12 @@ def maker(
         f"{step - done:,} step{'s' * (step - done != 1)} from {'the beginning' if since is None else f'step {done}'}"
     )
     if step - done > MOST:
-        say(f"what makes the NaN is not looked for: that is {steps}, and at most {MOST:,} are run again")
+        say(f"the cause of the NaN is not searched: that takes {steps}, and at most {MOST:,} are run again")
         return ""
-    say(f"looking for what makes the NaN: again {steps}")
+    say(f"looking for the cause of the NaN: running again {steps}")
     result = _again(failed, step, since, begins)
     if result is None:
-        say(f"the NaN did not come again in {steps}")
+        say(f"the NaN did not occur again in {steps}")
         return ""
     number, origin = result
     if origin is None:

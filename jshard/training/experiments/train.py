@@ -191,7 +191,7 @@ class _Training:
             if self.saver.last != taken.number:
                 self._save_now(self.saver, taken)
             self.saver.end()
-            says = f"go on by: jshard resume {self.saver.policy.run}"
+            says = f"type: jshard resume {self.saver.policy.run}"
         self.bar.say(f"SIGTERM: stopped at step {taken.number}; {says}")
         raise Preempted(taken.number)
 
@@ -225,5 +225,5 @@ class _Training:
         try:
             return maker(self.experiment, step, since, self.bar.say, self.bar.begin)
         except Exception as error:
-            self.bar.say(f"what makes the NaN can't be looked for: {type(error).__name__}: {error}")
+            self.bar.say(f"the search for the cause of the NaN failed: {type(error).__name__}: {error}")
             return ""

@@ -186,7 +186,7 @@ def _scheduled(settings: Settings, schedule: Any, given: Any, rate_key: str) -> 
         arguments["peak"], given = LEARNING_RATE if given is None else given, None
     if given is not None:
         raise JShardError(
-            f"{settings.label(rate_key)} is beside a schedule ({settings.place('optimizer.schedule')}), which says that",
+            f"{settings.label(rate_key)} is set, and a schedule ({settings.place('optimizer.schedule')}) sets it too",
             hint="remove one of the two",
         )
     if "steps" in takes and takes["steps"].default is inspect.Parameter.empty:
@@ -197,7 +197,9 @@ def _scheduled(settings: Settings, schedule: Any, given: Any, rate_key: str) -> 
         "steps", settings["steps"] + 1
     ):
         long = " and ".join(f"{word} {arguments[word]}" for word in ("warmup", "decay") if word in arguments)
-        raise JShardError(f"{label} with {long}, in {arguments['steps']} steps", hint=f"keep {long} below that")
+        raise JShardError(
+            f"{label} with {long}, of only {arguments['steps']} steps", hint="use more steps, or smaller numbers"
+        )
     with as_user_error(f"{name} is called"):
         return function(**arguments), key, arguments.get("peak")
 
@@ -215,7 +217,7 @@ def _set_mask(label: str, links: list[_Link], globs: list[Glob]) -> None:
     if not found:
         names = " and ".join(link.name for link in links)
         raise JShardError(
-            f"{label} says what decays, and {names} has no weight decay",
+            f"{label} selects the parameters that decay, and {names} has no weight decay",
             hint="write add_decayed_weights: {weight_decay: 0.1} before it",
         )
 

@@ -112,7 +112,7 @@ def _beside(tx: optax.GradientTransformation, parameters: Any) -> optax.Gradient
         reduction = _first_reduction(jax.make_jaxpr(tx.update)(like, jax.eval_shape(tx.init, like), like).jaxpr)
         if reduction is not None:
             raise JShardError(
-                f"the optimizer reduces over whole parameters ({reduction}), which lie on several sets of workers",
+                f"the optimizer reduces over whole parameters ({reduction}), which are on several sets of workers",
                 hint="use one that treats each element by itself, such as adamw",
             )
         tx = optax.chain(*(optax.masked(tx, functools.partial(_on, layouts, home)) for home in homes))
@@ -212,9 +212,9 @@ def _mixes_parts(params: object) -> JShardError:
         if split := [name for names in _axes_of_type(leaf) for name in names]:
             axes = " and ".join(f'"{name}"' for name in split)
             return JShardError(
-                f"the optimizer multiplies whole parameters, and {'.'.join(words_of(path))} of shape {leaf.shape} lies "
+                f"the optimizer multiplies whole parameters, and {'.'.join(words_of(path))} of shape {leaf.shape} is "
                 f"split over mesh axis {axes}",
-                hint="use one that treats each element by itself, such as adamw, or leave the parameter whole: rows alone",
+                hint="use one that treats each element by itself, such as adamw, or do not split the parameter: write only row",
             )
     raise AssertionError("types were ambiguous where no parameter is split")
 

@@ -401,4 +401,4 @@ def test_diff_trouble_is_one_sentence_and_2(capsys, monkeypatch, words, sentence
 def test_diff_of_a_ledger_and_a_path_is_refused():
     with pytest.raises(JShardError) as told:
         jshard.diff(Ledger(()), DIGITS)
-    assert str(told.value) == "jshard.diff is given a ledger and a path; give two of a kind"
+    assert str(told.value) == "jshard.diff is given a ledger and a path; give two paths, two ledgers or two plans"

@@ -134,11 +134,11 @@ def test_diff_of_two_plans_is_what_runs_on_either():
     assert told.new.wire == other.comparison.got and told.old.memory == one.memory.needed
     with pytest.raises(JShardError) as mixed:
         jshard.diff(one, "mlp.yaml")
-    assert str(mixed.value) == "jshard.diff is given a plan and a path; give two of a kind"
+    assert str(mixed.value) == "jshard.diff is given a plan and a path; give two paths, two ledgers or two plans"
     with pytest.raises(JShardError) as twice:
         jshard.diff(one, other, topology="cpu:8")
     assert str(twice.value) == (
-        "jshard.diff is given a plan twice and the topology cpu:8; give two paths: only what they lead to can be compiled"
+        "jshard.diff is given a plan twice and the topology cpu:8; give two paths: only a configuration or a function can be compiled"
     )
 
 

@@ -194,7 +194,7 @@ def test_resume_from_an_earlier_step_sets_the_later_aside_and_compiles_once(run,
     train(built(), resume=Checkpoint.find(Path("run/checkpoints"), "previous", "run"))
     assert compiled == [1, *[0] * 9]
     out = capsys.readouterr().out.splitlines()
-    assert "removed run/checkpoints/40.partial, which was never saved to its end" in out
+    assert "removed run/checkpoints/40.partial, an unfinished checkpoint" in out
     assert "set aside the checkpoint of step 30, beyond step 20: run/checkpoints/30.aside-1" in out
     assert losses(run) == losses(finished)
     assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["20", "30", "30.aside-1"]
@@ -247,7 +247,7 @@ def test_train_started_again_goes_on_from_the_newest_whole_checkpoint_and_says_s
     said = capsys.readouterr()
     assert said.err.splitlines()[-1] == (
         f"the checkpoint of step 30 (run/checkpoints/30) is damaged: the bytes of {file.relative_to(run / 'checkpoints/30')} "
-        "are not those that were saved; an earlier one is looked for"
+        "are not those that were saved; an earlier checkpoint is tried"
     )
     assert "resumed from step 20: run/checkpoints/20" in said.out
     assert "set aside the checkpoint of step 30, beyond step 20: run/checkpoints/30.aside-1" in said.out
@@ -259,7 +259,7 @@ def test_train_started_again_where_no_checkpoint_is_whole_is_told(run, monkeypat
     (run / "checkpoints/20/checkpoint.json").unlink()
     monkeypatch.setenv("JSHARD_RESTART", "1")
     assert sentence(capsys, "train", "mine.yaml", "steps=31") == (
-        "no checkpoint in run/checkpoints is whole; start anew by: jshard train, with another output"
+        "no checkpoint in run/checkpoints is whole; type: jshard train, with another output"
     )
     assert steps_in(run / "checkpoints") == [20, 30]
 
@@ -478,7 +478,7 @@ def test_sigterm_saves_the_step_it_came_in_and_ends_with_143(here, finished, cap
     assert (ended.value.code, ended.value.step) == (143, 7)
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "saved step 7: run/checkpoints/7",
-        "SIGTERM: stopped at step 7; go on by: jshard resume run --trust",
+        "SIGTERM: stopped at step 7; type: jshard resume run --trust",
     ]
     assert signal.getsignal(signal.SIGTERM) is before
     assert main(["resume", "run", "--trust"]) == 0
@@ -515,7 +515,7 @@ def test_sigterm_to_one_of_two_processes_saves_the_same_step_on_both(here):
     (step,) = steps_in(here / "run/checkpoints")
     assert 7 < step < 50000
     for each in done:
-        assert f"SIGTERM: stopped at step {step}; go on by: jshard resume run --trust" in each.stdout
+        assert f"SIGTERM: stopped at step {step}; type: jshard resume run --trust" in each.stdout
     assert Checkpoint.find(here / "run/checkpoints", "latest", "run").manifest().step == step
 
 
@@ -550,7 +550,7 @@ def test_process_killed_while_it_saves_leaves_the_checkpoint_before_and_is_gone_
     out = capsys.readouterr().out.splitlines()
     assert out[:2] == [
         "resumed from step 10: run/checkpoints/10",
-        "removed run/checkpoints/20.partial, which was never saved to its end",
+        "removed run/checkpoints/20.partial, an unfinished checkpoint",
     ]
     assert losses(here / "run") == losses(finished)
 
@@ -743,13 +743,13 @@ def test_previous_of_one_and_latest_of_none_are_told(run):
     with pytest.raises(JShardError) as told:
         Checkpoint.find(Path("run/checkpoints"), "previous", "run")
     assert str(told.value) == (
-        "run/checkpoints holds one checkpoint, of step 30, and none before it; start anew by: jshard train, with another output"
+        "run/checkpoints holds one checkpoint, of step 30, and no earlier one; type: jshard train, with another output"
     )
     (run / "checkpoints/30").rename(run / "checkpoints/30.partial")
     with pytest.raises(JShardError) as told:
         Checkpoint.find(Path("run/checkpoints"), "latest", "run")
     assert str(told.value) == (
-        "there is no checkpoint in run/checkpoints but 30.partial, which was never saved to its end; start anew by: jshard train"
+        "there is no checkpoint in run/checkpoints but 30.partial, an unfinished checkpoint; type: jshard train"
     )
 
 
@@ -774,7 +774,7 @@ def test_disk_that_fills_up_while_saving_is_told_and_the_checkpoint_before_is_wh
     with pytest.raises(JShardError) as told:
         train(built("steps=31"), resume=Checkpoint.find(run / "checkpoints", "latest", "run"))
     assert str(told.value) == (
-        'jshard.train.checkpoint (mine.yaml:12) saves to "run/checkpoints", which can\'t take step 31: no space left on '
+        'jshard.train.checkpoint (mine.yaml:12) saves to "run/checkpoints", which can\'t save step 31: no space left on '
         "device, and the last checkpoint is that of step 30; make room, then type: jshard resume run --trust"
     )
     assert isinstance(told.value.__cause__, OSError) and told.value.__cause__.errno in FULL
@@ -845,7 +845,7 @@ def test_disk_that_is_really_full_or_read_only_is_told(here):
     faults = [line for line in done.stderr.splitlines() if not line.startswith("JAX_PLATFORMS")]
     said = "jshard.train.checkpoint.folder (the command line) saves to"
     assert faults == [
-        f'{said} "full", which can\'t take step 3: no space left on device; make room, or name another output',
+        f'{said} "full", which can\'t save step 3: no space left on device; make room, or name another output',
         f'{said} "ro/x", which can\'t be written to: read-only file system; make it writable, or name another output',
     ]
 

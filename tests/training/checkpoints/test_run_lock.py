@@ -111,5 +111,5 @@ def test_file_system_without_locks_is_told_and_training_goes_on(here, monkeypatc
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     assert main(["train", "mine.yaml"]) == 0
-    says = "this file system locks no files (no locks available): see that no other run writes to its folder"
+    says = "this file system locks no files (no locks available): make sure that no other run writes to its folder"
     assert says in capsys.readouterr().err

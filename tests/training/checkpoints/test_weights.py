@@ -259,17 +259,17 @@ def test_all_faults_are_told_at_once_and_nothing_is_read(abstract, files, monkey
     size = path.stat().st_size
     assert str(told.value).splitlines() == [
         f"x.safetensors has {size:,} bytes and by its header {size + 8:,}: it was cut off; fetch x.safetensors again",
-        'r.txt:10 gets nothing: r.txt:8 takes all that it matches, as "up"; write it before r.txt:8',
+        'r.txt:10 matches no tensor that is left: r.txt:8 takes all of them, such as "up"; write it before r.txt:8',
         '"embed.weight" (float32[13, 8] in x.safetensors) by r.txt:2 does not fit embed/embedding, int32[12, 8]; use the model that this file is of',
         '"embed.weight" (float32[13, 8] in x.safetensors) by r.txt:2 can\'t become int32 in the model, as embed/embedding; make embed/embedding of float32, or skip this tensor',
         'r.txt:3 reshapes [16, 8] to [8, 2, 9], from "qkv.weight" (float32[32, 8] in x.safetensors); write the steps for this shape',
-        'r.txt:4 makes "qkv.weight" (float32[32, 8] in x.safetensors) the parameter "ky/kernel", which the model has not; did you mean "k/kernel"?',
-        'r.txt:6 fills scales[2], and scales is [2, 8], by "norm.1.scale" (float32[8] in x.safetensors); count its axes from 0 (and 1 more that differ by numbers)',
+        'r.txt:4 makes "qkv.weight" (float32[32, 8] in x.safetensors) the parameter "ky/kernel", which the model does not have; did you mean "k/kernel"?',
+        'r.txt:6 fills scales[2], and scales is [2, 8], by "norm.1.scale" (float32[8] in x.safetensors); count its axes from 0 (and 1 more with other numbers)',
         '"gate" (float32[4, 8] in x.safetensors) [8, 4] by r.txt:7 does not fit wi/kernel[:, :5], float32[8, 5]; use the model that this file is of',
         '"up" (float32[12, 8] in x.safetensors) by r.txt:8 does not fit wi/kernel[:, 4:12], float32[8, 8]; use the model that this file is of',
         r'r.txt has no line for "lm_head" (float32[12, 8] in x.safetensors); write one, or lm_head: - if not wanted',
-        r'r.txt has no line for "layer_0" (float32[2] in x.safetensors); write one, or layer_0: - if not wanted (and 1 more that differ by numbers)',
-        r"k/kernel (float32[8, 8]) is filled by nothing in x.safetensors; write in r.txt regex: k/kernel",
+        r'r.txt has no line for "layer_0" (float32[2] in x.safetensors); write one, or layer_0: - if not wanted (and 1 more with other numbers)',
+        r"k/kernel (float32[8, 8]) gets no tensor from x.safetensors; write in r.txt regex: k/kernel",
     ]  # fmt: skip
 
 
@@ -282,11 +282,11 @@ def test_all_faults_are_told_at_once_and_nothing_is_read(abstract, files, monkey
             'r.txt:1 takes 6 of the 12 numbers of "w" (float32[3, 4] in x.safetensors); write lines for the others, or w: - | slice ... if not wanted',
             "w (float32[4, 3]) gets 6 of its 12 numbers from x.safetensors; write lines for the others, as regex: w[0]",
         ]),
-        ("w: w | permute 1 0\nw: w[3] | permute 1 0 | slice 0 3:4 | reshape 3", ['w (float32[4, 3]) is filled by "w" by r.txt:1 and by "w" by r.txt:2; take one of them away, by: -']),
+        ("w: w | permute 1 0\nw: w[3] | permute 1 0 | slice 0 3:4 | reshape 3", ['w (float32[4, 3]) is filled by "w" by r.txt:1 and by "w" by r.txt:2; remove one of them by: -']),
         ("w: w[0, 1, 2] | permute 1 0", ['r.txt:1 fills w[0, 1, 2], and w has 2 axes, by "w" (float32[3, 4] in x.safetensors); count its axes from 0']),
         ("v: w", [
             'r.txt has no line for "w" (float32[3, 4] in x.safetensors); write one, or w: - if not wanted',
-            "w (float32[4, 3]) is filled by nothing in x.safetensors; write in r.txt w: w",
+            "w (float32[4, 3]) gets no tensor from x.safetensors; write in r.txt w: w",
         ]),
     ],
 )  # fmt: skip
@@ -298,7 +298,7 @@ def test_fault_of_a_line_says_how_to_mend_it(files, line, faults):
     assert str(told.value).splitlines() == faults
 
 
-BOTH = '{} both take some of the same numbers of "w" (float32[6, 4] in x.safetensors); leave one of them away, or let its slice end where the other begins'
+BOTH = '{} both take some numbers of "w" (float32[6, 4] in x.safetensors); remove one of them, or end its slice where the other begins'
 SHARED = {
     "as many numbers as there are": ("w: a | slice 0 0:4\nw: b | slice 0 2:6", "r.txt:1 and r.txt:2"),
     "across": ("w: a | slice 0 0:4\nw: c | slice 1 2:4", "r.txt:1 and r.txt:2"),
@@ -336,10 +336,10 @@ def test_a_part_within_that_of_another_line_is_read_and_counts_once(files):
     read = jshard.load_weights(tree, path, rename="r.txt")
     np.testing.assert_array_equal(read["a"], w)
     np.testing.assert_array_equal(read["b"], w[:2].T)
-    with pytest.raises(JShardError, match="^r.txt:1 and r.txt:2 both take some of the same numbers"):
+    with pytest.raises(JShardError, match="^r.txt:1 and r.txt:2 both take some numbers of"):
         jshard.save_weights(read, "y.safetensors", rename="r.txt", like=path)
     Path("r.txt").write_text("w: b | slice 0 0:2 | permute 1 0\nw: a | slice 0 0:4")
-    with pytest.raises(JShardError, match="^r.txt:1 and r.txt:2 both take some of the same numbers"):
+    with pytest.raises(JShardError, match="^r.txt:1 and r.txt:2 both take some numbers of"):
         jshard.load_weights({"a": jnp.zeros((4, 4)), "b": jnp.zeros((4, 2))}, path, rename="r.txt")
 
 
@@ -349,8 +349,8 @@ def test_a_dtype_that_safetensors_has_not_is_told_before_anything_is_written(fil
     with pytest.raises(JShardError) as told:
         jshard.save_weights(tree, "y.safetensors")
     assert str(told.value).splitlines() == [
-        "a (int4[3]) has a dtype that safetensors has not; convert it before",
-        "c (uint4[2]) has a dtype that safetensors has not; convert it before",
+        "a (int4[3]) has a dtype that safetensors does not support; convert it first",
+        "c (uint4[2]) has a dtype that safetensors does not support; convert it first",
     ]
     assert not [*Path.cwd().glob("y.*")]
 
@@ -384,7 +384,7 @@ def test_pieces_that_overlap_behind_where_the_first_axis_begins_are_told(files):
     with pytest.raises(JShardError) as told:
         jshard.load_weights({"w": jnp.zeros((6, 5))}, path, rename="r.txt")
     assert str(told.value).splitlines()[0] == (
-        'w (float32[6, 5]) is filled by "a" by r.txt:1 and by "b" by r.txt:2; take one of them away, by: -'
+        'w (float32[6, 5]) is filled by "a" by r.txt:1 and by "b" by r.txt:2; remove one of them by: -'
     )
     Path("r.txt").write_text("a: v[0:2]\nb: v[2:4]")
     read = jshard.load_weights({"v": jnp.zeros(4)}, files(a=numbers(2), b=numbers(2, seed=1)), rename="r.txt")
@@ -398,11 +398,12 @@ def test_without_a_rename_file_names_are_paths(files, mesh):
     assert str(told.value).splitlines() == [
         r'the model has no parameter for "a.kernl" (float32[3] in x.safetensors); give rename=, a file with the line a\.kernl: a/kernel',
         '"b" (float32[2] in x.safetensors) does not fit b, float32[1, 2]; give rename=, a file with a line for it, and add there: | reshape 1 2, and | permute where axes change places',
-        r"a/kernel (float32[3]) is filled by nothing in x.safetensors; give rename=, a file with the line a\.kernl: a/kernel",
+        r"a/kernel (float32[3]) gets no tensor from x.safetensors; give rename=, a file with the line a\.kernl: a/kernel",
     ]  # fmt: skip
     absent = jax.NamedSharding(mesh(data=2).abstract_mesh, P())
     with pytest.raises(
-        JShardError, match=r"^b \(float32\[2\]\) lies on a mesh without its devices; give it a mesh of devices$"
+        JShardError,
+        match=r"^b \(float32\[2\]\) is sharded over an abstract mesh, without devices; give it a mesh of devices$",
     ):
         jshard.load_weights({"b": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=absent)}, files(b=numbers(2)))
 
@@ -505,7 +506,7 @@ def test_without_a_file_to_be_like_names_are_paths_and_lines_an_error(files):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), read, tree))
     with pytest.raises(JShardError) as told:
         jshard.save_weights(tree, "y.safetensors", rename="r.txt")
-    assert str(told.value) == 'r.txt says no order and no dtypes of tensors; give like="FILE", a file of these names'
+    assert str(told.value) == 'r.txt has no order and no dtypes of tensors; give like="FILE", a file of these names'
 
 
 def test_tensor_of_two_parameters_and_shapes_alone_can_not_be_saved(files):
@@ -517,7 +518,7 @@ def test_tensor_of_two_parameters_and_shapes_alone_can_not_be_saved(files):
         jshard.save_weights(tree, "y.safetensors", rename="r.txt", like=path)
     assert (
         str(told.value)
-        == 'r.txt:1 and r.txt:2 both take some of the same numbers of "w" (float32[3] in x.safetensors); leave one of them away, or let its slice end where the other begins'
+        == 'r.txt:1 and r.txt:2 both take some numbers of "w" (float32[3] in x.safetensors); remove one of them, or end its slice where the other begins'
     )
     with pytest.raises(
         JShardError,

@@ -93,7 +93,7 @@ def test_shuffled_refuses_a_position_in_other_data():
     with pytest.raises(JShardError) as told:
         drawn(shuffled(Examples(np.arange(12.0), np.arange(12))), 1, position)
     assert str(told.value) == (
-        "the data returns 12 examples, and returned 10 when the checkpoint was saved; return the same, or start anew"
+        "the data returns 12 examples, and returned 10 when the checkpoint was saved; return the same examples, or train from the start with another output"
     )
 
 
@@ -137,8 +137,8 @@ def test_stream_of_another_number_of_processes_is_told():
     with pytest.raises(JShardError) as told:
         own_position({"batches": 3, "states": [1, 2]}, "the checkpoint of step 3 (run/checkpoints/3)")
     assert str(told.value) == (
-        "the checkpoint of step 3 (run/checkpoints/3) was saved by 2 processes, each at its own place in a stream of its "
-        "own, and here are 1; start 2, or read the data by number: docs/checkpoints.md"
+        "the checkpoint of step 3 (run/checkpoints/3) was saved by 2 processes, each with its own position in its own "
+        "data, and this run has 1; start 2 processes, or read the data by number: docs/checkpoints.md"
     )
 
 
@@ -199,7 +199,7 @@ def test_stream_keeps_the_rows_of_this_process_or_takes_what_is_its_own():
         (iter(numbered(2)), "the data ends after 2 batches and can't be read again; use steps=2, or return a function that makes a new iterator"),
         ([], "the data ends after 0 batches and can't be read again; give at least one"),
         ([np.zeros(4)], "the data gives a ndarray and not a pair (x, y); give (x, y)"),
-        ([(np.zeros((4, 2)), np.zeros(3))], "the data gives a batch of arrays (4, 2), (3,); give all of them as many rows"),
+        ([(np.zeros((4, 2)), np.zeros(3))], "the data gives a batch of arrays (4, 2), (3,); give all arrays the same number of rows"),
         ([(np.zeros(3), np.zeros(3))], "the data gives batch 1 with 3 rows, but jshard.train.batch is 4; write batch: 3, or give 4"),
     ],
     ids=["over", "empty", "no pair", "unequal", "rows"],
@@ -213,8 +213,8 @@ def test_stream_of_another_form_is_told(batches, sentence):
 @pytest.mark.parametrize(
     ("train", "how", "sentence"),
     [
-        (numbered, {"shuffle": True}, 'the data "train" is in an order of its own, which shuffle can\'t change; remove shuffle'),
-        (numbered, {"last": "fill"}, 'the data "train" is in an order of its own, which last can\'t change; remove last'),
+        (numbered, {"shuffle": True}, 'the data "train" has its own order, which shuffle can\'t change; remove shuffle'),
+        (numbered, {"last": "fill"}, 'the data "train" has its own order, which last can\'t change; remove last'),
         (Pairs(0), {}, 'the data "train" is empty; return at least one example'),
         (3, {}, 'the data returns no pair of arrays named "train"; return {"train": (x, y), "test": (x, y)}'),
     ],

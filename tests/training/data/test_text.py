@@ -254,7 +254,7 @@ MISTAKES = [
         '.text (FILE) is "nul.jsonl", and nul.jsonl:2 is "{"txt": "b"}", which is no document; write each as '
         '{"text": "..."}',
     ),
-    ("{text: docs, end: x}", '.end (FILE) is "x", and of bytes 0 ends a document; remove it'),
+    ("{text: docs, end: x}", '.end (FILE) is "x", but with bytes as tokens 0 ends a document; remove it'),
     ("{text: docs, length: 17}", ".length (FILE) is 17, and docs has 17 tokens; use 16 or less, or give more text"),
     ("{text: docs}", ".length (FILE) is 256, and docs has 17 tokens; use 16 or less, or give more text"),
     (

@@ -191,7 +191,7 @@ def test_optimizer_that_reduces_over_parameters_on_several_sets_of_workers_is_on
     with pytest.raises(JShardError) as told:
         Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
     assert str(told.value) == (
-        "the optimizer reduces over whole parameters (reduce_sum), which lie on several sets of workers; use one that treats "
+        "the optimizer reduces over whole parameters (reduce_sum), which are on several sets of workers; use one that treats "
         "each element by itself, such as adamw"
     )
 

@@ -190,7 +190,7 @@ def test_without_a_configuration_it_is_the_mean_of_microbatches():
     [
         (
             ["microbatches=5"],
-            "jshard.train.microbatches (the command line) takes 32 rows in 5 microbatches; use batch=30 or 35",
+            "jshard.train.microbatches (the command line) splits 32 rows into 5 microbatches; use batch=30 or 35",
         ),
         (
             ["microbatches=8", "batch=24"],

@@ -248,7 +248,7 @@ def test_data_without_a_test_part_train_and_are_not_evaluated(capsys):
     assert (status, err) == (
         2,
         [
-            'jshard.train.evaluation (the command line) is on test data, and forms:untested returns no "test"; return '
+            'jshard.train.evaluation (the command line) needs test data, and forms:untested returns no "test"; return '
             '{"train": (x, y), "test": (x, y)}, or write evaluation: {held_out: 0.1}'
         ],
     )
@@ -297,11 +297,11 @@ def test_examples_held_out_are_evaluated_and_not_trained_on(capsys):
     for words, sentence in [
         (
             ["evaluation.held_out=0.25"],
-            'jshard.train.evaluation.held_out (the command line) is beside the "test" of forms:data; remove one of the two',
+            'jshard.train.evaluation.held_out (the command line) is set, and forms:data returns a "test"; remove one of the two',
         ),
         (
             ["data=forms:untested", "evaluation.held_out=2"],
-            "jshard.train.evaluation.held_out (the command line) holds 2 of 24 examples out; hold some out and keep some: 0.1",
+            "jshard.train.evaluation.held_out (the command line) is 2, of 24 examples; use a share of them, such as 0.1",
         ),
         (
             ["metrics=[forms:whole]"],

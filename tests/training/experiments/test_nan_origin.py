@@ -161,7 +161,7 @@ def test_forward_nan_is_told_with_its_signal_and_line_and_masked_ones_are_not(he
         'under signal "head" (mine.yaml:14); the last good checkpoint is that of step 4 (run/checkpoints/4); '
         "type: jshard resume run --trust optimizer.learning_rate=0.001"
     )
-    assert "looking for what makes the NaN: again 2 steps from step 4" in capsys.readouterr().out
+    assert "looking for the cause of the NaN: running again 2 steps from step 4" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def test_what_keeps_it_from_being_found_is_said(here, capsys, monkeypatch):
 
     monkeypatch.setattr(again, "nan_origins", full)
     assert fault().startswith("the loss of step 6 is NaN; the last good")
-    assert "what makes the NaN can't be looked for: RuntimeError: no room" in capsys.readouterr().out
+    assert "the search for the cause of the NaN failed: RuntimeError: no room" in capsys.readouterr().out
 
 
 SCRIPT = """

@@ -203,7 +203,7 @@ SENTENCES = [
     ),
     (
         "{adamw: {}, schedule: {warmup_cosine: {warmup: 200}}}",
-        f'{HERE}.schedule (f.yaml:4) is "warmup_cosine" with warmup 200, in 100 steps; keep warmup 200 below that',
+        f'{HERE}.schedule (f.yaml:4) is "warmup_cosine" with warmup 200, of only 100 steps; use more steps, or smaller numbers',
     ),
     (
         "{adamw: {}, schedule: {linear: {}, cosine: {}}}",
@@ -212,7 +212,7 @@ SENTENCES = [
     ),
     (
         "{adamw: {learning_rate: 1e-3}, schedule: {cosine: {peak: 1e-3}}}",
-        f"{HERE}.adamw.learning_rate (f.yaml:4) is beside a schedule (f.yaml:4), which says that; remove one of the two",
+        f"{HERE}.adamw.learning_rate (f.yaml:4) is set, and a schedule (f.yaml:4) sets it too; remove one of the two",
     ),
     (
         '{"own:fixed": {}, schedule: cosine}',
@@ -221,7 +221,7 @@ SENTENCES = [
     ),
     (
         "{sgd: {}, decay: {match: '**'}}",
-        f"{HERE}.decay (f.yaml:4) says what decays, and sgd has no weight decay; write add_decayed_weights: "
+        f"{HERE}.decay (f.yaml:4) selects the parameters that decay, and sgd has no weight decay; write add_decayed_weights: "
         "{weight_decay: 0.1} before it",
     ),
     ('{"own:fxed": {}}', f'{HERE}.own:fxed (f.yaml:4) is named, but own has no "fxed"; did you mean "own:fixed"?'),

@@ -324,8 +324,8 @@ def test_optimizer_that_multiplies_whole_parameters_is_told_what_lies_split(axis
         with pytest.raises(jshard.JShardError) as error:
             made(optax.contrib.muon(1e-3))
     assert str(error.value) == (
-        'the optimizer multiplies whole parameters, and down.kernel of shape (32, 8) lies split over mesh axis "tensor"; use '
-        "one that treats each element by itself, such as adamw, or leave the parameter whole: rows alone"
+        'the optimizer multiplies whole parameters, and down.kernel of shape (32, 8) is split over mesh axis "tensor"; use '
+        "one that treats each element by itself, such as adamw, or do not split the parameter: write only row"
     )
 
 

@@ -60,7 +60,9 @@ class Leaf:
         """Yield an error if the sharding names no devices of this run."""
         sharding = getattr(self.value, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-            yield JShardError(f"{self} lies on a mesh without its devices", hint="give it a mesh of devices")
+            yield JShardError(
+                f"{self} is sharded over an abstract mesh, without devices", hint="give it a mesh of devices"
+            )
         elif self.is_free and jax.process_count() > 1 and self.required:
             fault = f"{self} has no sharding, and there are {jax.process_count()} processes"
             yield JShardError(fault, hint="give it one: jax.ShapeDtypeStruct(shape, dtype, sharding=...)")
@@ -130,7 +132,7 @@ def assign(
     filled: dict[str, list[Fragment]] = {}
     unlike: dict[tuple[np.dtype, Any], list[Fragment]] = {}
     for line, name, taker in renaming.shadowed(tensors):
-        fault = f"{line.place} gets nothing: {taker.place} takes all that it matches, as {quoted(name)}"
+        fault = f"{line.place} matches no tensor that is left: {taker.place} takes all of them, such as {quoted(name)}"
         faults.append(JShardError(fault, hint=f"write it before {taker.place}"))
     for name, tensor in tensors.items():
         if not (lines := renaming.lines_of(name)):
@@ -177,7 +179,7 @@ def _piece(
     leaf = by_path.get(target.path)
     if leaf is None:
         hint = did_you_mean(target.path, by_path, f"write {line.pattern.pattern}: - if it is not wanted")
-        fault = f"{line.place} makes {_of(tensor)} the parameter {quoted(target.path)}, which the model has not"
+        fault = f"{line.place} makes {_of(tensor)} the parameter {quoted(target.path)}, which the model does not have"
         raise JShardError(fault, hint=hint)
     try:
         box, kept = target.within(leaf.value.shape)
@@ -228,8 +230,8 @@ def _not_once(tensor: Tensor, views: Sequence[tuple[RenameLine, View]], *, write
     size = math.prod(tensor.shape)
     for (one, its), (other, own) in itertools.combinations(views, 2):
         if (writes or size not in (its.size, own.size)) and own.meets(its):
-            fault = f"{one.place} and {other.place} both take some of the same numbers of {_of(tensor)}"
-            yield JShardError(fault, hint="leave one of them away, or let its slice end where the other begins")
+            fault = f"{one.place} and {other.place} both take some numbers of {_of(tensor)}"
+            yield JShardError(fault, hint="remove one of them, or end its slice where the other begins")
             return
     last, sizes = views[-1][0], [view.size for _, view in views]
     if size not in sizes and sum(sizes) < size:
@@ -248,7 +250,7 @@ def _not_filled(
         close = nearest(leaf.path.replace("/", "."), tensors)
         where = f"write in {renaming.source}" if renaming.source else "give rename=, a file with the line"
         line = f"{re.escape(close) if close else 'regex'}: {leaf.path}"
-        yield JShardError(f"{leaf} is filled by nothing in {file}", hint=f"{where} {line}")
+        yield JShardError(f"{leaf} gets no tensor from {file}", hint=f"{where} {line}")
         return
     ordered = sorted(pieces, key=lambda piece: piece.box)
     for at, one in enumerate(ordered):
@@ -256,7 +258,7 @@ def _not_filled(
             if one.box and other.box[0][0] >= one.box[0][1]:
                 break
             if overlap(one.box, other.box) is not None:
-                yield JShardError(f"{leaf} is filled by {one} and by {other}", hint="take one of them away, by: -")
+                yield JShardError(f"{leaf} is filled by {one} and by {other}", hint="remove one of them by: -")
                 return
     count, size = sum(math.prod(lengths(piece.box)) for piece in pieces), math.prod(leaf.value.shape)
     if pieces and count < size:
@@ -281,5 +283,5 @@ def joined(faults: Sequence[JShardError]) -> JShardError:
     alike: dict[str, list[str]] = {}
     for text in dict.fromkeys(text for fault in faults for text in fault.faults):
         alike.setdefault(re.sub(r"\d+", "0", text), []).append(text)
-    more = lambda count: f" (and {count} more that differ by numbers)" if count else ""
+    more = lambda count: f" (and {count} more with other numbers)" if count else ""
     return JShardError.saying(*(first + more(len(others)) for first, *others in alike.values()))

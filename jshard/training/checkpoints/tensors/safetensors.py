@@ -165,7 +165,7 @@ def read_header(path: Path, cut_off: list[JShardError]) -> Header:
         length = int.from_bytes(file.read(8), "little")
         if there < 8 or length > LONGEST:
             raise JShardError(
-                f"{path} is no safetensors file: its first 8 bytes don't say how long its header is",
+                f"{path} is no safetensors file: its first 8 bytes are not the length of a header",
                 hint="name a file of safetensors",
             )
         if there < 8 + length:
@@ -273,7 +273,7 @@ def read_headers(path: Path, cut_off: list[JShardError]) -> list[Header]:
             continue
         for name in sorted(home.keys() & header.tensors.keys()):
             fault = f"{quoted(name)} is in {home[name].name} and in {part.name} of {path}"
-            faults.append(JShardError(fault, hint="take one of the files away"))
+            faults.append(JShardError(fault, hint="remove one of the files"))
         home |= dict.fromkeys(header.tensors, part)
     for name in sorted(named.keys() ^ home.keys()) if named and not faults else ():
         has = (

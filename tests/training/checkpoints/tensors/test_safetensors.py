@@ -23,9 +23,9 @@ def tensor(begin: int, end: int, dtype: str = "F32", shape=None):
 @pytest.mark.parametrize(
     "content, faults",
     [
-        (b"short", ["{} is no safetensors file: its first 8 bytes don't say how long its header is; name a file of safetensors"]),
+        (b"short", ["{} is no safetensors file: its first 8 bytes are not the length of a header; name a file of safetensors"]),
         (safetensors({}, text=b""), ["the header of {} is no JSON: Expecting value: line 1 column 1 (char 0); fetch x.safetensors again"]),
-        (b"x" * 50, ["{} is no safetensors file: its first 8 bytes don't say how long its header is; name a file of safetensors"]),
+        (b"x" * 50, ["{} is no safetensors file: its first 8 bytes are not the length of a header; name a file of safetensors"]),
         (safetensors({"a": tensor(0, 8)})[:30], ["{} has 30 bytes and its header alone 69: it was cut off; fetch x.safetensors again"]),
         (safetensors({}, text=b"{'a': 1}"), ["the header of {} is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); fetch x.safetensors again"]),
         (safetensors({}, text=b"[]"), ["the header of {} is no JSON: it is no mapping; fetch x.safetensors again"]),
@@ -91,7 +91,7 @@ PART = safetensors({"a": tensor(0, 8)}, bytes(8))
             '{}/model.safetensors.index.json does not name "a", which is there; fetch them again',
             '{}/model.safetensors.index.json has "b", which no part has; fetch them again',
         ]),
-        ({"a": "one.safetensors", "b": "again.safetensors"}, ['"a" is in again.safetensors and in one.safetensors of {}; take one of the files away']),
+        ({"a": "one.safetensors", "b": "again.safetensors"}, ['"a" is in again.safetensors and in one.safetensors of {}; remove one of the files']),
         ("{", ['{}/model.safetensors.index.json is no index of safetensors: it has no "weight_map" of names and files; fetch it again']),
         ({"a": "../one.safetensors"}, ['{}/model.safetensors.index.json is no index of safetensors: it has no "weight_map" of names and files; fetch it again']),
     ],
