@@ -318,17 +318,17 @@ CASES = {
     ),
     "with_sharding_constraint": (
         "inside(lambda x: jax.lax.with_sharding_constraint(x, P('data')))",
-        "mine.py:1 says by with_sharding_constraint how an array is split, and <dict> says so for all of Odd.__call__; "
+        "mine.py:1 shards an array by with_sharding_constraint, and <dict> shards all arrays of Odd.__call__; "
         "remove with_sharding_constraint",
     ),
     "with_sharding_constraint by a sharding": (
         "inside(lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(jshard.mesh(), P('data'))))",
-        "mine.py:1 says by with_sharding_constraint how an array is split, and <dict> says so for all of Odd.__call__; "
+        "mine.py:1 shards an array by with_sharding_constraint, and <dict> shards all arrays of Odd.__call__; "
         "remove with_sharding_constraint",
     ),
     "reshard": (
         "inside(lambda x: jax.sharding.reshard(x, P('data')))",
-        "mine.py:1 says by reshard how an array is split, and <dict> says so for all of Odd.__call__; remove reshard",
+        "mine.py:1 shards an array by reshard, and <dict> shards all arrays of Odd.__call__; remove reshard",
     ),
     "shard_map": (
         "inside(jax.shard_map(lambda x: x * 2, mesh=jshard.mesh(), in_specs=P('data'), out_specs=P('data')))",
@@ -584,7 +584,7 @@ CASES = {
         "\n"
         "split()\n"
         "step(jshard.shard(Net(), X), X, Y)",
-        "net.py:19 computes in global view with an array that lies split, and JAX can't tell how its result would lie; "
+        "net.py:19 computes in global view with a split array, and JAX can't derive the sharding of the result; "
         "give loss to jshard.shard, write output: gather for the signal of the product before it, or axis_types: auto "
         "under jshard",
     ),
@@ -632,12 +632,12 @@ CASES = {
         "split()\n"
         "model = Net()\n"
         "jshard.jit(step)(model, nnx.Optimizer(model, optax.contrib.muon(1e-3), wrt=nnx.Param), X, Y)",
-        "net.py:23 updates parameters that lie split by an optimizer that multiplies whole ones; use one that treats "
+        "net.py:23 updates split parameters by an optimizer that multiplies whole parameters; use one that treats "
         "each element by itself, such as optax.adamw",
     ),
     "a placement in a step": (
         "jshard.jit(lambda model, x: jax.lax.with_sharding_constraint(model(x), P('data')))(Net(), X)",
-        "mine.py:1 says by with_sharding_constraint how an array is split, and <dict> says so for all of <lambda>; "
+        "mine.py:1 shards an array by with_sharding_constraint, and <dict> shards all arrays of <lambda>; "
         "remove with_sharding_constraint",
     ),
     "a gradient by nothing": (
@@ -650,18 +650,16 @@ CASES = {
     ),
     "a loss of whole numbers": (
         "jshard.value_and_grad(lambda model, x: model(x).argmax())(Net(), X)",
-        "<lambda> returns an array of int32, which has no gradient; return the loss, and with has_aux=True a pair of the "
-        "loss and what else it gives",
+        "<lambda> returns an array of int32, which has no gradient; return the loss, or with has_aux=True a pair "
+        "(loss, aux)",
     ),
     "more than a loss": (
         "jshard.value_and_grad(lambda model, x: (model(x).mean(), 1))(Net(), X)",
-        "<lambda> returns a tuple, which has no gradient; return the loss, and with has_aux=True a pair of the loss and "
-        "what else it gives",
+        "<lambda> returns a tuple, which has no gradient; return the loss, or with has_aux=True a pair (loss, aux)",
     ),
     "a loss that is none": (
         "jshard.value_and_grad(lambda model, x: None)(Net(), X)",
-        "<lambda> returns None, which has no gradient; return the loss, and with has_aux=True a pair of the loss and "
-        "what else it gives",
+        "<lambda> returns None, which has no gradient; return the loss, or with has_aux=True a pair (loss, aux)",
     ),
 }
 

@@ -58,8 +58,8 @@ def attend(
     if implementation == "blocks":
         if not causal or mask is not None or q.shape[1] != k.shape[1]:
             raise JShardError(
-                f'attention of {q.shape[1]} queries over {k.shape[1]} keys was asked for by "blocks", which is for causal '
-                "attention without a mask, of as many",
+                f'attention of {q.shape[1]} queries over {k.shape[1]} keys has implementation "blocks", which needs causal '
+                "attention without a mask and equal numbers",
                 hint="leave implementation out",
             )
         return _in_blocks(q, k, v, window, segments, scale)
@@ -134,7 +134,7 @@ def fields_of(kind: Any, given: Mapping[str, Any], label: str) -> dict[str, Any]
             raise JShardError(f'{label} has no "{name}"', hint=did_you_mean(name, fields, f"use {', '.join(fields)}"))
     for name, field in fields.items():
         if name not in given and field.default is dataclasses.MISSING:
-            raise JShardError(f"{label} says no {name}", hint=f"write {name}: beside what it says")
+            raise JShardError(f"{label} has no {name}", hint=f"give {name} too")
     return dict(given)
 
 

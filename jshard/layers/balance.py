@@ -43,7 +43,7 @@ def balanced(signal: Signal, costs: Costs, table: Table) -> tuple[tuple[int, ...
     room = size(max(counts) * costs.bytes_each)
     words = (
         f"{signal.name}: {spelled(counts, table)}, {', '.join(map(operations, flops))} of a microbatch forward: a layer has "
-        f"{operations(costs.layer)}, before them are {operations(costs.first)}, behind them {operations(costs.last)}; in use a "
+        f"{operations(costs.layer)}, before them are {operations(costs.first)}, after them {operations(costs.last)}; in use a "
         f"device has room for {max(counts)} layers, {room} of parameters, in each chunk"
     )
     if min(counts) >= max(counts):

@@ -104,8 +104,8 @@ def _check_nothing_is_static(name: str, graph: Any) -> None:
     for attribute, held in graph.attributes:
         if isinstance(getattr(held, "value", None), Tracer):
             raise JShardError(
-                f"{name} computes the array {attribute} and holds it in no variable",
-                hint=f"hold it in one, as self.{attribute} = nnx.Variable(...), or build the model without jshard.create",
+                f"{name} computes the array {attribute} outside of a variable",
+                hint=f"write self.{attribute} = nnx.Variable(...), or build the model without jshard.create",
             )
 
 
@@ -252,7 +252,7 @@ class Uncreated(jax.ShapeDtypeStruct):
     def refuse(self, *_: object, **__: object) -> Any:
         raise JShardError(
             f"{self.recipe.name} makes {self.dtype}{list(self.shape)} when a function under jshard.jit is called with it",
-            hint="call such a function before, outside of jax.jit",
+            hint="call such a function first, outside of jax.jit",
         )
 
     __array__ = __jax_array__ = __getitem__ = __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = refuse

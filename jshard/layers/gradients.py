@@ -66,7 +66,7 @@ def value_and_grad(
                 fault = (
                     f"jshard.value_and_grad inside a shard_map differentiates by argument 0, and argnums is {argnums}"
                 )
-                raise JShardError(fault, hint=f"give {name_of(f)} the model first, and leave argnums away")
+                raise JShardError(fault, hint=f"give {name_of(f)} the model first, and remove argnums")
             return _in_shard_map(f, wrt, has_aux=has_aux)(*args, **kwargs)
         flat = (*args, *kwargs.values())
         if max(numbers) >= len(flat):
@@ -103,7 +103,7 @@ def _mean_loss(f: Callable[..., Any], *, has_aux: bool) -> Callable[..., tuple[j
         dtype = getattr(loss, "dtype", None)
         if not isinstance(loss, float) and (dtype is None or not jnp.issubdtype(dtype, jnp.inexact)):
             what = f"an array of {dtype}" if dtype is not None else kind_of(loss)
-            hint = "return the loss, and with has_aux=True a pair of the loss and what else it gives"
+            hint = "return the loss, or with has_aux=True a pair (loss, aux)"
             raise JShardError(f"{name_of(f)} returns {what}, which has no gradient", hint=hint)
         return (mean(loss) if jnp.ndim(loss) else jnp.asarray(loss)), aux
 
@@ -231,7 +231,7 @@ def _in_shard_map(f: Callable[..., Any], wrt: Any, *, has_aux: bool) -> Callable
         if present is None or not check_vma_enabled():
             raise JShardError(
                 "jshard.value_and_grad needs a configuration, and a shard_map with check_vma on",
-                hint="load one, leave check_vma on, or take nnx.value_and_grad",
+                hint="load one, leave check_vma on, or use nnx.value_and_grad",
             )
         names = tuple(dict.fromkeys(name for signal in present.signals.values() for name in signal.row))
         inside_shard_map(names, "jshard.value_and_grad")
@@ -276,7 +276,8 @@ def _check_summed(value: jax.Array, names: Names) -> None:
     unreduced = [name for name in names if name in jax.typeof(value).mat.varying]
     if unreduced:
         raise JShardError(
-            f'the loss under jshard.value_and_grad differs along mesh axis "{unreduced[0]}": each device has that of its part',
+            f'the loss under jshard.value_and_grad differs along mesh axis "{unreduced[0]}": each device has only its '
+            "own shard's value",
             hint="return the loss of each row, or reduce it: jshard.mean(losses)",
         )
 

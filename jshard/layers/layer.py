@@ -60,7 +60,7 @@ class Layer(nnx.Module):
         kind = type(self).__name__
         if name not in layouts:
             raise JShardError(
-                f"{signal} has a {kind} that does not say where its parameter {name} lies",
+                f"{signal} has a {kind} without a layout for its parameter {name}",
                 hint=f'name it in {kind}.parameter_axes: {{"{name}": ("reduction", "column")}}',
             )
         layouts[name].shard_shape(shape, label=f"{signal}, in {name} of a {kind},")

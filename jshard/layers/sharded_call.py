@@ -161,8 +161,8 @@ class Call:
         if len(self.program.jaxpr.outvars) != 1 + len(variables):
             made = len(self.program.jaxpr.outvars) - 1
             raise JShardError(
-                f"the model has {len(variables)} variables before its call and {made} behind it, and microbatches hand them "
-                "from one microbatch to the next",
+                f"the model has {len(variables)} variables before its call and {made} after it, and a microbatch passes "
+                "them to the next",
                 hint="make every variable when the model is built",
             )
         present = configuration()

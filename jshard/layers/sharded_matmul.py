@@ -175,7 +175,7 @@ def _local_input(
     expected = strategy.kernel().shard_shape(features, label=str(signal))
     if w.shape != expected:
         raise JShardError(
-            f"{signal} finds a kernel of {w.shape} on each device where {expected} is asked",
+            f"{signal} finds a kernel of {w.shape} on each device where {expected} is expected",
             hint="build the model under the configuration that it is called under",
         )
     rank, inputs = x.ndim, features[0]
@@ -187,5 +187,5 @@ def _local_input(
     sizes = dict.fromkeys([f"{inputs // wanted.ways(rank - 1)}", f"{inputs}"])
     raise JShardError(
         f"{signal} is called with {x.shape[-1]} of {inputs} inputs on each device, which no mesh axis of it explains",
-        hint=f"hand it {' or '.join(sizes)}",
+        hint=f"give it {' or '.join(sizes)}",
     )

@@ -283,6 +283,6 @@ def _unplaced_error(f: Callable[..., Any], model: Any, args: Sequence[Any]) -> J
     is_its_call = f is type(model)._jshard_original.__call__
     call = "model = jshard.shard(" if is_its_call else f"jshard.shard({name_of(f)}).place("
     return JShardError(
-        f"{type(model).__name__} is traced, and no call before has placed its parameters: every device would keep all of them",
-        hint=f"write {call}{', '.join(['model', *shapes])}) before, or @jshard.jit for @nnx.jit",
+        f"{type(model).__name__} is traced, and no earlier call has placed its parameters: every device would keep all of them",
+        hint=f"write {call}{', '.join(['model', *shapes])}) first, or @jshard.jit for @nnx.jit",
     )

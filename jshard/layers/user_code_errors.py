@@ -107,18 +107,16 @@ def _translated(error: Exception, f: Callable[..., Any], caller: types.FrameType
     elif any(Path(code.co_filename).stem == "shard_map" for code in codes):
         sentence = own_devices(line, "shard_map")
     elif placing is not None:
-        fault = f"{line} says by {placing} how an array is split, and {source} says so for all of {name}"
+        fault = f"{line} shards an array by {placing}, and {source} shards all arrays of {name}"
         sentence = JShardError(fault, hint=f"remove {placing}")
     elif isinstance(error, UNKNOWN_YET):
         fault = f"{line} needs the numbers of an array while {name} is traced for arrays of any numbers"
         sentence = JShardError(fault, hint="return the array, or use jnp.where or jax.lax.cond for if, and jnp for np")
     elif _is_ambiguous(error) and "update_fn" in called:
-        fault = f"{line} updates parameters that lie split by an optimizer that multiplies whole ones"
+        fault = f"{line} updates split parameters by an optimizer that multiplies whole parameters"
         sentence = JShardError(fault, hint="use one that treats each element by itself, such as optax.adamw")
     elif _is_ambiguous(error):
-        fault = (
-            f"{line} computes in global view with an array that lies split, and JAX can't tell how its result would lie"
-        )
+        fault = f"{line} computes in global view with a split array, and JAX can't derive the sharding of the result"
         sentence = JShardError(fault, hint=_view_hint(frame))
     else:
         sentence = _sentence("it is traced", error)

@@ -154,8 +154,8 @@ def test_blocks_of_what_is_not_causal_are_told(queries, keys, how):
     with pytest.raises(JShardError) as told:
         traced(queries, keys, implementation="blocks", **how)
     assert str(told.value) == (
-        f'attention of {queries} queries over {keys} keys was asked for by "blocks", which is for causal attention without a '
-        "mask, of as many; leave implementation out"
+        f'attention of {queries} queries over {keys} keys has implementation "blocks", which needs causal attention without '
+        "a mask and equal numbers; leave implementation out"
     )
 
 

@@ -32,15 +32,15 @@ def test_balance_has_the_least_most_flop_of_all_places_and_then_the_shortest_lon
     ("costs", "schedule", "counts", "words"),
     [
         (Costs(4, 0, 1.0, 0, 8), "1f1b", (2, 2),
-         "stages of 2, 2 layers, 2 FLOP, 2 FLOP of a microbatch forward: a layer has 1 FLOP, before them are 0 FLOP, behind them 0 "
+         "stages of 2, 2 layers, 2 FLOP, 2 FLOP of a microbatch forward: a layer has 1 FLOP, before them are 0 FLOP, after them 0 "
          "FLOP; in use a device has room for 2 layers, 16 B of parameters, in each chunk; stage: equal has as many, and sends no "
          "parameters"),
         (Costs(5, 1.5e9, 1e9, 0, 1024), "1f1b", (2, 3),
          "stages of 2, 3 layers, 3.50 GFLOP, 3.00 GFLOP of a microbatch forward: a layer has 1.00 GFLOP, before them are 1.50 GFLOP, "
-         "behind them 0 FLOP; in use a device has room for 3 layers, 3.00 KiB of parameters, in each chunk"),
+         "after them 0 FLOP; in use a device has room for 3 layers, 3.00 KiB of parameters, in each chunk"),
         (Costs(6, 0, 1.0, 2, 8), "interleaved", (2, 2, 1, 1),
          "chunks, one of each stage in turn, of 2, 2, 1, 1 layers, 2 FLOP, 2 FLOP, 1 FLOP, 3 FLOP of a microbatch forward: a layer "
-         "has 1 FLOP, before them are 0 FLOP, behind them 2 FLOP; in use a device has room for 2 layers, 16 B of parameters, in each "
+         "has 1 FLOP, before them are 0 FLOP, after them 2 FLOP; in use a device has room for 2 layers, 16 B of parameters, in each "
          "chunk"),
     ],
     ids=["equal", "first", "last"],

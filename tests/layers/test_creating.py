@@ -256,7 +256,7 @@ def test_mistakes_are_one_sentence(fsdp):
         "optimizer/opt_state/0/mu/down/bias, of shape (16,), is whole on one device, and jshard.create has not made the model yet; "
         "write optimizer = jshard.create(nnx.Optimizer, model, ...) too"
     )
-    hint = "; call such a function before, outside of jax.jit"
+    hint = "; call such a function first, outside of jax.jit"
     for early in (
         lambda: model(X), lambda: np.asarray(raw(model.up.kernel)), lambda: model.up.kernel[0],
         lambda: model.up.kernel * 2, lambda: jax.jit(lambda x: output(model, x))(X),
@@ -328,8 +328,8 @@ def test_a_model_that_holds_a_list_runs_under_jit_and_is_created(fsdp):
         jshard.create(Angled, rngs=nnx.Rngs(0))
     line = test_a_model_that_holds_a_list_runs_under_jit_and_is_created.__code__.co_firstlineno + 4
     assert str(told.value) == (
-        f"jshard.create(Angled) at test_creating.py:{line} computes the array angle and holds it in no variable; hold it in one, "
-        "as self.angle = nnx.Variable(...), or build the model without jshard.create"
+        f"jshard.create(Angled) at test_creating.py:{line} computes the array angle outside of a variable; "
+        "write self.angle = nnx.Variable(...), or build the model without jshard.create"
     )
 
 

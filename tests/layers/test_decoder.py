@@ -421,4 +421,4 @@ def test_a_mistake_in_the_sizes_of_a_file_is_told_with_its_line(capsys):
 def test_a_size_that_is_missing_is_told():
     with pytest.raises(JShardError) as error:
         jshard.Decoder(vocabulary=8, width=8, depth=1, heads=1, rngs=nnx.Rngs(0))
-    assert str(error.value) == "a jshard.Decoder says no hidden; write hidden: beside what it says"
+    assert str(error.value) == "a jshard.Decoder has no hidden; give hidden too"

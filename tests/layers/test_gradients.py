@@ -236,7 +236,7 @@ def test_other_arguments_inside_a_shard_map_are_told():
             jax.eval_shape(jax.shard_map(value, mesh=mesh, in_specs=P(), out_specs=P()), x, y)
     assert str(told.value) == (
         "jshard.value_and_grad inside a shard_map differentiates by argument 0, and argnums is 1; "
-        "give losses_of_rows the model first, and leave argnums away"
+        "give losses_of_rows the model first, and remove argnums"
     )
 
 

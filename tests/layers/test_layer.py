@@ -269,7 +269,7 @@ def refused(sentence, shapes, **keys):
 
 def test_parameter_that_its_layer_does_not_lay_out_is_told():
     refused(
-        'signal "gated" (<dict>) has a Mine that does not say where its parameter v lies; name it in Mine.parameter_axes: '
+        'signal "gated" (<dict>) has a Mine without a layout for its parameter v; name it in Mine.parameter_axes: '
         '{"v": ("reduction", "column")}',
         {"v": (8, 8)},
     )

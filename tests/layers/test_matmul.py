@@ -356,10 +356,10 @@ def test_products_that_differ_in_whose_they_are_share_a_program():
         ("inner", (16, 32), (8, 6, 16), None),
         ("inner", (12, 32), (8, 6, 16), "kernel"),
         ("inner", (64, 32), (8, 6, 16), "kernel"),
-        ("inner", (16, 32), (8, 6, 10), "hand it 16 or 64"),
-        ("inner", (16, 32), (8, 6, 70), "hand it 16 or 64"),
+        ("inner", (16, 32), (8, 6, 10), "give it 16 or 64"),
+        ("inner", (16, 32), (8, 6, 70), "give it 16 or 64"),
         ("places", (64, 8), (8, 6, 64), None),
-        ("places", (64, 8), (8, 6, 16), "hand it 64"),
+        ("places", (64, 8), (8, 6, 16), "give it 64"),
     ],
 )
 def test_sizes_on_a_device_say_how_an_input_is_split(signal, w, x, told):

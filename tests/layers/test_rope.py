@@ -66,7 +66,7 @@ def test_a_field_that_is_not_given_is_told():
     assert fields_of(Sized, {"size": 1}, "it") == {"size": 1}
     with pytest.raises(JShardError) as error:
         fields_of(Sized, {"theta": 2.0}, "it")
-    assert str(error.value) == "it says no size; write size: beside what it says"
+    assert str(error.value) == "it has no size; give size too"
 
 
 def test_a_scaling_that_there_is_not_is_told():

@@ -426,8 +426,8 @@ def test_variables_that_are_made_in_a_call_of_microbatches_are_a_sentence(before
     with pytest.raises(JShardError) as error:
         call.microbatches({"x": zeros(2, 4, 8)}, ["model"])
     assert str(error.value) == (
-        f"the model has {before} variables before its call and {2 - before} behind it, and microbatches hand them from one "
-        "microbatch to the next; make every variable when the model is built"
+        f"the model has {before} variables before its call and {2 - before} after it, and a microbatch passes them "
+        "to the next; make every variable when the model is built"
     )
 
 

@@ -756,8 +756,8 @@ def test_a_model_that_no_call_has_placed_is_not_traced(axis_types, loss):
         step(model, x)
     line = "model = jshard.shard(model" if loss is small_loss else "jshard.shard(small_loss).place(model"
     assert str(error.value) == (
-        "Small is traced, and no call before has placed its parameters: every device would keep all of them; write "
-        f'{line}, jax.ShapeDtypeStruct((8, 16), "float32")) before, or @jshard.jit for @nnx.jit'
+        "Small is traced, and no earlier call has placed its parameters: every device would keep all of them; write "
+        f'{line}, jax.ShapeDtypeStruct((8, 16), "float32")) first, or @jshard.jit for @nnx.jit'
     )
     model = jshard.shard(model, jax.ShapeDtypeStruct((8, 16), "float32"))
     assert spec(model.up.kernel) == P(None, "tensor")
@@ -774,13 +774,13 @@ def test_a_model_that_no_call_has_placed_is_not_traced(axis_types, loss):
 def test_microbatches_of_a_model_that_no_call_has_placed_are_not_traced(axis_types):
     jshard.load({"jshard": {"mesh": {"data": 2, "tensor": 4}, "axis_types": axis_types}, **SMALL})
     model, batches = jshard.shard(Small(nnx.Rngs(0))), np.ones((2, 8, 16), np.float32)
-    with pytest.raises(JShardError, match="Small is traced, and no call before has placed its parameters"):
+    with pytest.raises(JShardError, match="Small is traced, and no earlier call has placed its parameters"):
         nnx.jit(accumulated(small_loss))(model, batches)
     pipeline = {"jshard": {"mesh": {"data": 2, "pipe": 4}, "pipeline": {"axis": "pipe"}, "train": {"microbatches": 2}}}
     jshard.load({**pipeline, "up": {"row": "data", "stage": "equal", "match": ["**"]}})
     layers = jshard.stack(lambda rngs: nnx.Linear(16, 16, rngs=rngs), 4, rngs=nnx.Rngs(0))
     step = nnx.jit(lambda model, x: jshard.value_and_grad(small_loss)(model, x))
-    with pytest.raises(JShardError, match="is traced, and no call before has placed its parameters"):
+    with pytest.raises(JShardError, match="is traced, and no earlier call has placed its parameters"):
         step(jshard.shard(layers), batches[0])
 
 

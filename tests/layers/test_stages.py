@@ -306,7 +306,7 @@ def test_balance_places_layers_by_flop_and_says_why():
     (told,) = (each.layers for each in found.stages)
     assert told == (
         "blocks: stages of 4, 3, 3, 1 layers, 49.2 kFLOP, 36.9 kFLOP, 36.9 kFLOP, 86.0 kFLOP of a microbatch forward: a layer has "
-        "12.3 kFLOP, before them are 0 FLOP, behind them 73.7 kFLOP; in use a device has room for 4 layers, 4.25 KiB of parameters, "
+        "12.3 kFLOP, before them are 0 FLOP, after them 73.7 kFLOP; in use a device has room for 4 layers, 4.25 KiB of parameters, "
         "in each chunk"
     )
     assert told in str(found).splitlines()

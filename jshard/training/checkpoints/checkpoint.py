@@ -79,7 +79,7 @@ class Checkpoint:
                 return found
         if found is None:
             return None
-        raise JShardError(f"no checkpoint in {folder} is whole", hint=_ANEW)
+        raise JShardError(f"all checkpoints in {folder} are damaged", hint=_ANEW)
 
     @staticmethod
     def _found(folder: Path, which: str) -> int:

@@ -56,7 +56,7 @@ def maker(
         f"{step - done:,} step{'s' * (step - done != 1)} from {'the beginning' if since is None else f'step {done}'}"
     )
     if step - done > MOST:
-        say(f"the cause of the NaN is not searched: that takes {steps}, and at most {MOST:,} are run again")
+        say(f"the cause of the NaN is not searched for: that takes {steps}, and at most {MOST:,} are run again")
         return ""
     say(f"looking for the cause of the NaN: running again {steps}")
     result = _again(failed, step, since, begins)

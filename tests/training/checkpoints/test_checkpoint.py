@@ -259,7 +259,7 @@ def test_train_started_again_where_no_checkpoint_is_whole_is_told(run, monkeypat
     (run / "checkpoints/20/checkpoint.json").unlink()
     monkeypatch.setenv("JSHARD_RESTART", "1")
     assert sentence(capsys, "train", "mine.yaml", "steps=31") == (
-        "no checkpoint in run/checkpoints is whole; type: jshard train, with another output"
+        "all checkpoints in run/checkpoints are damaged; type: jshard train, with another output"
     )
     assert steps_in(run / "checkpoints") == [20, 30]
 
