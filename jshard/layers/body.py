@@ -118,9 +118,8 @@ class Body:
         return self.arithmetic.product(x, w, preferred, s.algorithm("matmul"))
 
     def _operands_at_compute_dtype(self, x: Any, w: Any, b: Any) -> tuple[Any, Any, Any]:
-        """Cast the operands to the compute dtype, and gather those that are sharded at rest.
-        Marking an operand as varying between devices sums its gradient there: in the reduce dtype,
-        over the shard at rest."""
+        """Cast the operands to the compute dtype, and gather operands sharded at rest. An operand's
+        gradient is summed here in the reduce dtype, over the shard at rest."""
         s, wide = self.strategy, self.strategy.reduce_dtype
         if wide is None:
             x, w, b = self.arithmetic.promoted(x, w, b)

@@ -91,8 +91,7 @@ class Arguments:
         static: Sequence[str] = (),
         is_array: Callable[[Any], bool] = is_array,
     ) -> Arguments:
-        """Split a call into structure, objects and arrays. `static` names static arguments; other leaves than
-        arrays are static too."""
+        """Split a call into structure, objects and arrays; `static` names static arguments."""
         given = arguments(f, args, kwargs)
         names = tuple(given)
         compiled_in = tuple((name, given.pop(name)) for name in static if name in given)

@@ -22,8 +22,7 @@ Part = tuple[Any, tuple[str, ...] | None, tuple[Any, ...]]  # a dict or list, it
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
     """The attributes and variables of all modules among the arguments, and the types of all arrays.
-    It references the modules' parts but not the arguments themselves, so these can be
-    garbage-collected."""
+    The arguments themselves are not referenced, so they can be freed."""
 
     program: Any
     situation: Any
@@ -60,9 +59,8 @@ def names(args: tuple[Any, ...]) -> tuple[int | None, ...]:
 
 
 def take(args: tuple[Any, ...], numbers: list[Any], program: Any, situation: Any, arrays: list[Any]) -> Snapshot | None:
-    """Take the snapshot of a call; None if a change in its arguments could go unnoticed. `numbers`
-    are the variables' arrays from NNX, and `arrays` the program's other operands, in the order of
-    their leaves."""
+    """Take the snapshot of a call; None if a change in it could go unnoticed. `numbers` are the
+    variables' arrays from NNX, and `arrays` the program's other operands."""
     parts: list[Part] = []
     watched: dict[int, nnx.Variable] = {}
     if not all(_watch(module, parts, watched, set()) for module in args if isinstance(module, nnx.Pytree)):

@@ -261,9 +261,8 @@ def _marks(f: Callable[..., Any], arguments: Arguments) -> tuple[dict[int, Taken
 
 
 def _like(path: Path, shape: object, parameters: Mapping[Path, tuple[Any, Taken]]) -> list[Path]:
-    """Return the parameters of an optimizer state's path: `D/opt_state/mu/up/kernel` is of
-    `D/params/up/kernel`. They have the longest common end with the path, and then the most words in
-    common."""
+    """Return the parameters of an optimizer state's path, by the longest common end, then common
+    words: `D/opt_state/mu/up/kernel` is of `D/params/up/kernel`."""
     alike = [other for other, (like, _) in parameters.items() if like == shape and other[-1:] == path[-1:]]
     rank = {other: (len(commonprefix([path[::-1], other[::-1]])), len({*path} & {*other})) for other in alike}
     return [other for other in alike if rank[other] == max(rank.values())]

@@ -25,7 +25,8 @@ Path = tuple[Any, ...]  # of an array in the state of a model
 
 
 class AuxLoss(nnx.Variable):
-    """An auxiliary loss set by a layer in each call, such as a router's balance; training adds it to the loss."""
+    """An auxiliary loss set in each call, such as a router's balance; training adds it to its
+    own."""
 
 
 class Layer(nnx.Module):
@@ -74,9 +75,8 @@ class Layer(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ModelArray:
-    """The signal and the layout at rest of an array in a model, from its layer or its claim.
-    `signal_path` is the scope in which the innermost layer around the array was built, or the
-    claiming signal."""
+    """The signal and the layout at rest of an array, from its layer or its claim. `signal_path` is
+    the innermost layer's scope, or the claiming signal."""
 
     signal_path: tuple[str, ...] = ()
     signal: Signal | None = None

@@ -31,9 +31,8 @@ from jshard.programs.provenance import scope
 
 @functools.lru_cache(maxsize=256)
 def ring_attention(form: Form) -> Callable[..., Array]:
-    """Return attention as a function `f(q, k, v, segments)`; `segments` is a tuple of at most a
-    single array. It saves q, k, v, the result and the logs of the softmax's denominators for the
-    backward pass."""
+    """Return attention as a function `f(q, k, v, segments)`, with at most a single array in
+    `segments`. Saved are q, k, v, the result and the logs of the softmax's denominators."""
     forward = by_hand(
         functools.partial(on_device.forward, form),
         HandRule(_plan_forward, *(functools.partial(each, form) for each in (_forward_rule, _sent))),

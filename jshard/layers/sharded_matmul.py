@@ -1,4 +1,4 @@
-"""The product `x @ w + b` under a strategy, globally or inside a shard_map, and its gradient under another signal."""
+"""The product `x @ w + b` under a strategy, global or in a shard_map; its gradient under another."""
 
 from __future__ import annotations
 

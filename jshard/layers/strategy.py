@@ -213,9 +213,8 @@ def all_reduce_of(signal: Signal | None, mesh: Mesh, hindrance: str | None = Non
 def check_kernels(
     signal: Signal, mesh: Mesh, hindrance: Callable[[str], str | None], ops: Sequence[str] | None = None
 ) -> None:
-    """Raise an error for a kernel of `signal` that can't run on the devices of `mesh`, or has a
-    `hindrance`. `hindrance(op)` returns in words why the kernel can't run `op`, or None. `ops`
-    limits the check."""
+    """Raise an error for a kernel of `signal` that can't run. The reason is the devices of `mesh`,
+    or `hindrance(op)`, a sentence or None; `ops` limits the check."""
     named = [(op, word) for op, word in signal.kernel if word not in NO_HINDRANCE and (ops is None or op in ops)]
     for op, word in named:
         why = hindrance(op)

@@ -73,9 +73,8 @@ def _check_shapes(outputs: Any, kernel: Any, targets: Any, *, has_head: bool) ->
 
 
 def by_places(f: Callable[[Array, Array], Any], x: Array, targets: Array, chunk: int = CHUNK) -> Any:
-    """Return `f(x, targets)`, arrays[rows, places], computed for at most `chunk` places of each row
-    at a time. The backward pass recomputes the intermediate values of `f` if there are several
-    chunks."""
+    """Return `f(x, targets)`, arrays[rows, places], computed for at most `chunk` places at a time.
+    The backward pass recomputes each of several chunks."""
     length = targets.shape[1]
     count = next(n for n in itertools.count(-(-length // chunk)) if not length % n)
 
@@ -90,8 +89,7 @@ def by_places(f: Callable[[Array, Array], Any], x: Array, targets: Array, chunk:
 
 def losses_of(logits: Array, targets: Array, z: float) -> Array:
     """Compute -log softmax(logits) at each target, plus `z` times the squared log of the
-    denominator. All reductions are jshard's own, so that on an explicit mesh every collective is
-    listed."""
+    denominator, by jshard's reductions: on an explicit mesh every collective is listed."""
     largest = lax.stop_gradient(reduce.max(logits, axis=-1, keepdims=True))
     shifted = logits - largest
     total = jnp.log(reduce.sum(jnp.exp(shifted), axis=-1))

@@ -117,9 +117,8 @@ INSTALL = {"sklearn": 'pip install "jshard[digits]"'}
 def check_arguments(
     label: str, function: Callable[..., Any], given: Mapping[str, Any], *, positional: int = 0, ours: Mapping[str, Any]
 ) -> None:
-    """Raise an error for an unknown or a missing argument in `given`, with the nearest parameter as
-    a hint. jshard itself passes `positional` arguments without a name, then the keyword arguments
-    `ours`."""
+    """Raise an error for an unknown or a missing argument in `given`. jshard itself passes
+    `positional` arguments without a name, then the keyword arguments `ours`."""
     every = list(parameters_of(function).values())
     takes = [parameter for parameter in every if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD]
     if len(takes) < positional and not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in every):

@@ -33,9 +33,8 @@ ROOM = 64  # prompts and caches are padded to a multiple, so that few lengths ar
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The rule that chooses a token: the likeliest at temperature 0, else a random draw. A draw is
-    limited to the `top_k` likeliest tokens, and to the fewest likeliest tokens with `top_p` of the
-    probability."""
+    """The rule that chooses a token: the likeliest at temperature 0, else a draw from the `top_k`
+    likeliest tokens, and from the fewest with `top_p` of the probability."""
 
     temperature: float = 0.0
     top_k: int | None = None

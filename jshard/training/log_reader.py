@@ -1,7 +1,4 @@
-"""The merged logs of all processes of a run, read without JAX.
-
-A damaged file is a fault to report, not an error.
-"""
+"""The merged logs of all processes of a run, read without JAX; damage to a file is reported, not raised."""
 
 from __future__ import annotations
 

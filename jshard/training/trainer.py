@@ -48,9 +48,6 @@ def train(
     Returns the last loss and the figures of the last evaluation.
     """
     how = {key: settings.pop(key) for key in READING if key in settings}
-    for name in ("model", "optimizer", "data", "loss", "metrics"):
-        if name in settings:
-            raise JShardError(f"jshard.train was given {name} twice", hint="give it once")
     present = _configured(settings)
     given = optimizer if isinstance(optimizer, nnx.Optimizer) else None
     tx = given.tx if given is not None else optimizer

@@ -37,8 +37,7 @@ def save(folder: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
 
 
 def load(folder: Path, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Read the arrays with the dtypes and shardings of `like`, whatever the saved sharding was. The
-    caller has checked the shapes."""
+    """Read the arrays, of checked shapes, with the dtypes and shardings of `like`."""
     from orbax.checkpoint import v1
 
     logging.getLogger("absl").addFilter(_is_not_orbax)

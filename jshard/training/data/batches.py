@@ -132,9 +132,8 @@ class Placement:
         return jax.tree.map(lambda array: jax.device_put(array) if where is None else put(array, where), arrays)
 
     def rows(self, batch: int) -> np.ndarray:
-        """Return the row numbers of a batch of this size held by the devices of this process. The
-        devices' positions on the mesh decide, not the process number: if a batch is replicated over
-        several processes, each has all rows."""
+        """Return the row numbers of a batch held by the devices of this process. A batch replicated
+        over several processes has all rows on each."""
         if (where := self._sharding()) is None or where.is_fully_addressable:
             return np.arange(batch)
         held = np.zeros((self.microbatches, batch // self.microbatches), bool)

@@ -232,8 +232,7 @@ def _unpacked(state: object) -> Any:
 
 
 def positions(mine: Position) -> Position:
-    """Return the position to save: `mine` if it is equal on all processes, else the states of all
-    processes. Every process must call this."""
+    """Return the position to save, with all processes' states if they differ; all must call it."""
     if jax.process_count() == 1 or "state" not in mine:
         return mine
     text = np.frombuffer(json.dumps(mine["state"]).encode(), np.uint8)

@@ -65,9 +65,8 @@ class Experiment:
 
     @classmethod
     def build(cls, configuration: Configuration, mesh: Mesh | None, *, only_shapes: bool = False) -> Experiment:
-        """Build the experiment of a configuration on a mesh. With `only_shapes` no array is made,
-        and the devices of the mesh may be absent: the experiment can be explained and compiled, not
-        trained."""
+        """Build the experiment of a configuration on a mesh. With `only_shapes` it can be explained
+        and compiled, not trained: no array is made, and the mesh's devices may be absent."""
         settings = Settings(configuration)
         settings.require("model")
         placement = Placement(mesh, configuration.signals, settings["microbatches"])
@@ -86,9 +85,8 @@ class Experiment:
         cls, objective: Objective, returned: object, how: Mapping[str, Any], chain: Chain, configuration: Configuration,
         mesh: Mesh | None, *, only_shapes: bool = False, optimizer: nnx.Optimizer | None = None, is_made: bool = False,
     ) -> Experiment:  # fmt: skip
-        """Build an experiment on a mesh from the objective, the data function's result `returned`,
-        and the chain. `how` holds the values of `READING`. `is_made` means the caller's own model,
-        with its numbers."""
+        """Build an experiment from the objective, the data function's result, the values of
+        `READING` and the chain. `is_made` means the caller's own model, with its numbers."""
         settings, model_named = Settings(configuration), objective.model
         batch, seed = settings["batch"], settings["seed"]
         placement = Placement(mesh, configuration.signals, settings["microbatches"])
@@ -224,9 +222,8 @@ class Experiment:
         return planned(step.program, args, {}, self.asked, topology, self.placement.mesh, limit=limit)
 
     def verify(self, meshes: Sequence[Mapping[str, int]] = ()) -> Verification:
-        """Verify a training step, sharded against unsharded, also on other `meshes`. The loss,
-        every gradient, and the updated parameters and optimizer state are compared; and two steps
-        are compared with plain Flax and optax."""
+        """Verify a training step, sharded against unsharded, also on `meshes`: loss, gradients,
+        updated parameters and optimizer state; and two steps against plain Flax and optax."""
         step = step_with_gradients(self.loss, self.settings["microbatches"])
         args = self.model, self.optimizer, *self.first_batch()
         verification = verify(step, *args, backward=False, meshes=meshes)
@@ -272,7 +269,7 @@ def _of_shapes(configuration: Configuration) -> nnx.Module:
 
 
 def at_two_layers(configuration: Configuration) -> tuple[str, str] | None:
-    """Return an override that cuts a large model to two layers for `verify`, with its notice; None for a small model."""
+    """Return an override to verify a large model at two layers, with its notice, or None."""
     if "model" not in configuration.train:
         return None
     leaves = jax.tree.leaves(nnx.state(_of_shapes(configuration), nnx.Param))
@@ -350,9 +347,8 @@ def _check_count(settings: Settings, count: int, batch: int, last: str, placemen
 
 
 def _home_of(model: nnx.Module, mesh: Any, settings: Settings) -> tuple[Any, str | None]:
-    """Return the mesh of all layers; or None and the reason if layers, or their backward, are on
-    several device sets. Raise an error for layers on several device sets without a `backward`: no
-    gradient could pass between them."""
+    """Return the mesh of all layers; None and the reason if layers, or their backward, have
+    several. Without a `backward` this is an error: no gradient could pass between them."""
     arrays = model_arrays(model).values()
     named = {
         array.signal.name: array.signal for array in arrays if array.layout is not None and array.signal is not None

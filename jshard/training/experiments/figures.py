@@ -59,7 +59,7 @@ class Figures:
 
     @property
     def seconds_at_peak(self) -> float | None:
-        """The seconds for the products of a step on a device at its stated peak; None if no peak is stated."""
+        """The seconds for a step's products on a device at its stated peak; None if it has none."""
         if self.arithmetic is None or not self.chip.flops:
             return None
         return sum(count / self.chip.peak(dtype) for dtype, count in self.flops.items())

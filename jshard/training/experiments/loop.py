@@ -32,9 +32,8 @@ AHEAD = 2
 
 
 class TrainingStep:
-    """A training step over `state`, the arrays of model and optimizer; each call donates them.
-    `apart` means layers on several sets of devices: no program spans them, so each operation runs
-    by itself."""
+    """A training step over `state`, the donated arrays of model and optimizer. `apart` means layers
+    on several sets of devices: each operation runs by itself."""
 
     def __init__(
         self,
@@ -208,7 +207,8 @@ def _any_nan(arrays: list[jax.Array]) -> jax.Array:
 
 
 class NotANumber(Exception):
-    """The error of a NaN in a step's loss, or in a parameter after it; `read` holds the data's position before its batch."""
+    """A NaN in a step's loss, or in a parameter after it; `read` holds the position of its
+    batch."""
 
     def __init__(self, step: int, what: str = "the loss of", *, read: tuple[Position | None, ...] = ()):
         super().__init__(f"{what} step {step} is NaN")

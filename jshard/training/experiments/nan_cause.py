@@ -27,8 +27,7 @@ PARTS = ("inputs", "targets")
 
 
 def suspect(source: Source, position: Position | None, rows: Rows) -> str:
-    """Return the NaN data in words, `inputs of its batch that rank 1 read`; empty if finite, or not
-    readable again. All processes must call it."""
+    """Describe NaN data, as `inputs of its batch that rank 1 read`; all processes must call it."""
     own = _part(source, position, rows)
     if jax.process_count() == 1:
         return f"{PARTS[own]} of its batch" if own is not None else ""
@@ -73,7 +72,7 @@ def maker(
 def _again(
     failed: Experiment, last: int, since: Checkpoint | None, begins: Callable[[int], None]
 ) -> tuple[int, NanOrigin | None] | None:
-    """Run the steps again; return the first step that ends with a NaN, and its origin if the step was searched."""
+    """Run the steps again; return the first step with a NaN, and its origin, if searched."""
     fresh = Experiment.build(failed.configuration, failed.placement.mesh)
     step, done, position = fresh.step(), 0, None
     if since is not None:
@@ -117,9 +116,8 @@ class NanOrigin:
 
 
 def nan_origins(f: Callable[..., Any], mesh: Mesh | None) -> Callable[..., list[NanOrigin]]:
-    """Return a function of `args` that lists the equations of `f` with a NaN result from operands
-    without NaN. They are in program order, collectives last: their NaN may be of another device.
-    All processes of `mesh` must call it."""
+    """Return a function of `args` for the equations of `f` with a new NaN, in program order.
+    Collectives are last: their NaN may be another device's. All processes must call it."""
     equations: list[tuple[int, Where]] = []
 
     def asked(*args: object) -> Any:

@@ -1,7 +1,5 @@
-"""The reference of `jshard verify`: two training steps by plain Flax and optax on one device, without a configuration.
-
-Reference and experiment run in 64 bits. They share the model and a named loss, but no code of the step.
-"""
+"""The reference of `jshard verify`: two training steps in 64 bits by plain Flax and optax, on a device without a
+configuration. It shares the model and a named loss with the experiment, but no code of the step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Captures by JAX's profiler: of the user's own loop, of an experiment's first steps, or of a running experiment.
-
-A running experiment is asked for a capture by a file in its folder.
-"""
+"""Captures by JAX's profiler: of the user's loop, an experiment's first steps, or, at request, a running experiment."""
 
 from __future__ import annotations
 

@@ -50,9 +50,8 @@ class _Link:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A transformation `tx` and its learning rate, for the log. `rate` is a number, a function of
-    the finished steps, or None if only the user's code knows it. `peak` is its maximum, and `key`
-    the key that sets it."""
+    """A transformation `tx` and its learning rate: a number, a function of the finished steps, or
+    None if unknown. `peak` is its maximum, and `key` the key that sets it."""
 
     tx: optax.GradientTransformation
     rate: Callable[[int], Any] | float | None

@@ -15,9 +15,8 @@ from jshard.programs.provenance import scope
 
 
 def clip_by_global_norm(most: float) -> optax.GradientTransformation:
-    """Clip as `optax.clip_by_global_norm(most)`. On an explicit mesh each device sums the squares
-    of its own shards. All gradients split over the same mesh axes share an all-reduce of a single
-    number."""
+    """Clip as `optax.clip_by_global_norm(most)`. Each device sums the squares of its shards;
+    gradients split over equal mesh axes share an all-reduce of a single number."""
 
     def update(updates: object, state: object, params: object = None) -> tuple[Any, Any]:
         with scope(key="optimizer.clip"):

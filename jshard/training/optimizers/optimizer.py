@@ -160,8 +160,7 @@ def _places(
 def _bring(
     tree: object, source: dict[Path, Axes], target: dict[Path, Axes], signals: dict[Path, tuple[str, ...]], local: bool
 ) -> Any:
-    """Redistribute every leaf from its `source` to its `target` axes, under its signal's scope.
-    `local` is True inside a shard_map."""
+    """Redistribute every leaf from `source` to `target`; `local` means inside a shard_map."""
 
     def bring(path: Path, leaf: jax.Array) -> Any:
         here, there = source.get(keys_of(path)), target.get(keys_of(path))
@@ -177,9 +176,8 @@ def _bring(
 
 @dataclasses.dataclass(frozen=True)
 class _Update:
-    """The analysis of an update by sharding types: the axes of the new state, and the first
-    reduction. It is traced on an explicit mesh, with parameters and gradients sharded like the
-    state."""
+    """The axes of an update's new state and its first reduction, from sharding types. Parameters
+    and gradients are sharded like the state."""
 
     state_axes: list[Axes]
     reduction: str | None

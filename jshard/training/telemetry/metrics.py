@@ -22,8 +22,7 @@ TENSORBOARD = "tensorboard"  # in the output folder
 
 class Record:
     """A writer of figures: `write(step=10, loss=0.3)` appends to `metrics.jsonl`, and to
-    TensorBoard's file if `tensorboard`. A resumed run keeps the figures of its first `done` steps.
-    Without a folder nothing is written."""
+    TensorBoard's file. A resumed run keeps the figures of its first `done` steps."""
 
     def __init__(
         self, folder: str | None, configuration: Configuration, done: int = 0, *, tensorboard: bool = False
@@ -95,10 +94,7 @@ def written(configuration: Configuration) -> str:
         jshard["mesh"] = {name: {"size": n, "over": "dcn"} if name in across else n for name, n in sizes}
     if configuration.pipeline is not None:
         jshard["pipeline"] = pipeline_keys(configuration.pipeline)
-    if configuration.default is not None:
-        jshard["default"] = configuration.default
-    if configuration.budget is not None:
-        jshard["budget"] = configuration.budget
+    jshard |= {key: value for key in ("default", "budget") if (value := getattr(configuration, key)) is not None}
     if configuration.train:
         jshard["train"] = yaml_value(configuration.train)
     signals = {signal.name: _keys(signal) for signal in configuration.signals.values()}

@@ -98,19 +98,13 @@ def _row(rank: Rank, pace: _Pace, now: float) -> Standing:
 
 
 def _state(last: dict[str, Any]) -> str:
-    match last.get("what"):
-        case "ended":
-            return f"ended: {last.get('how', '')}"
-        case "begin" | "program" | "collective":
-            return "compiling"
-        case "saving":
-            return "saving"
-        case "waits":
-            return f"waits for step {last['step']}"
-        case None:
-            return "has written nothing"
-        case _:
-            return "running"
+    words = {
+        "ended": f"ended: {last.get('how', '')}",
+        "saving": "saving",
+        "waits": f"waits for step {last.get('step')}",
+    }
+    words |= dict.fromkeys(["begin", "program", "collective"], "compiling")
+    return words.get(str(last["what"]), "running") if last else "has written nothing"
 
 
 def _why(row: Standing, rows: Sequence[Standing], pace: dict[int, _Pace]) -> Iterator[str]:

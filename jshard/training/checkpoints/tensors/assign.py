@@ -225,8 +225,7 @@ def _unclaimed(tensor: Tensor, renaming: Renaming, by_path: Mapping[str, Leaf]) 
 
 
 def _not_once(tensor: Tensor, views: Sequence[tuple[RenameLine, View]], *, writes: bool) -> Iterator[JShardError]:
-    """Yield an error if lines share numbers of a tensor, or omit some. For reading, lines may share
-    numbers if a line takes the whole tensor."""
+    """Yield an error if lines omit or share numbers; a line may read a whole shared tensor."""
     size = math.prod(tensor.shape)
     for (one, its), (other, own) in itertools.combinations(views, 2):
         if (writes or size not in (its.size, own.size)) and own.meets(its):
@@ -244,8 +243,7 @@ def _not_once(tensor: Tensor, views: Sequence[tuple[RenameLine, View]], *, write
 def _not_filled(
     leaf: Leaf, pieces: Sequence[Fragment] | None, renaming: Renaming, tensors: Mapping[str, Tensor], file: str
 ) -> Iterator[JShardError]:
-    """Yield an error if a parameter, or a part of it, is filled by no tensor or by two. Empty
-    `pieces` mean a fault reported already."""
+    """Yield an error if a parameter is not filled, or filled twice; empty `pieces` are faulty."""
     if pieces is None:
         close = nearest(leaf.path.replace("/", "."), tensors)
         where = f"write in {renaming.source}" if renaming.source else "give rename=, a file with the line"
