@@ -25,8 +25,7 @@ Path = tuple[Any, ...]  # of an array in the state of a model
 
 
 class AuxLoss(nnx.Variable):
-    """An auxiliary loss set in each call, such as a router's balance; training adds it to its
-    own."""
+    """An auxiliary loss set in each call, such as a router's; training adds it to its own loss."""
 
 
 class Layer(nnx.Module):

@@ -155,7 +155,7 @@ def _local(kind: Kind, x: jax.Array, axes: tuple[int, ...], keepdims: bool, *, a
 
 
 def _algorithm(kind: str, on: Any, mesh_axes: tuple[str, ...]) -> str:
-    """Return the signal's algorithm for an all-reduce; kernels only add, so `max` uses XLA."""
+    """Return the signal's algorithm for an all-reduce; a kernel named for `max` is an error: kernels add."""
     if not mesh_axes:
         return "xla"
     return all_reduce_of(active(), on, {"max": "adds, and jshard.max does not"}.get(kind))

@@ -373,7 +373,7 @@ def test_sizes_on_a_device_say_how_an_input_is_split(signal, w, x, told):
     with pytest.raises(JShardError) as error:
         of()
     assert str(error.value) == {
-        "kernel": f"{signal} finds a kernel of {w.shape} on each device where (16, 32) is asked; build the model under the "
+        "kernel": f"{signal} finds a kernel of {w.shape} on each device where (16, 32) is expected; build the model under the "
         "configuration that it is called under",
     }.get(
         told,
