@@ -212,7 +212,7 @@ def test_top_on_a_terminal_is_drawn_until_all_have_ended(tmp_path):
     os.close(theirs)
     told = os.read(ours, 1 << 16).decode()
     os.close(ours)
-    assert "node1" in told and "rank-0001.jsonl is half" in told
+    assert "node1" in told and "rank-0001.jsonl is incomplete" in told
 
 
 def test_top_of_another_folder_is_one_sentence(capsys, tmp_path):

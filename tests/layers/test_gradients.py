@@ -222,7 +222,7 @@ def test_a_shard_map_that_does_not_say_what_varies_and_one_without_a_configurati
         with pytest.raises(JShardError) as told:
             jax.eval_shape(jax.shard_map(value, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=not is_loaded), x, y)
     assert str(told.value) == (
-        "jshard.value_and_grad needs a configuration, and a shard_map with check_vma on; load one, leave check_vma on, or take "
+        "jshard.value_and_grad needs a configuration, and a shard_map with check_vma on; load one, leave check_vma on, or use "
         "nnx.value_and_grad"
     )
 

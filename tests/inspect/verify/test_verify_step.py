@@ -277,8 +277,8 @@ def test_a_large_model_is_verified_at_two_layers_or_refused(monkeypatch, capsys)
     monkeypatch.setattr(training_experiment, "memory_of_host", lambda: 20_000)
     assert main(["verify", "steps.yaml"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        'jshard.train.model (steps.yaml:3) is "deep:Model", which has 848 B of parameters in two layers; to verify it '
-        "takes 25 times as much, and this host has 19.5 KiB; make it smaller, as in: jshard verify steps.yaml model.width=256"
+        'jshard.train.model (steps.yaml:3) is "deep:Model", which has 848 B of parameters in two layers; verifying '
+        "needs 25 times as much memory, and this host has 19.5 KiB; make it smaller, as in: jshard verify steps.yaml model.width=256"
     )
 
 

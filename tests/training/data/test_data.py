@@ -332,8 +332,8 @@ def test_data_of_every_kind_trains_and_reading_ahead_changes_no_number(lossy):
     [
         (
             ["data.path=mine:arrays", "data.shuffle=true"],
-            'jshard.train.data (configs/xor.yaml:8) is "mine:arrays", which has an argument "shuffle", and shuffle beside it '
-            "says how jshard reads data; give the argument of mine:arrays another name",
+            'jshard.train.data (configs/xor.yaml:8) is "mine:arrays", which has an argument "shuffle", but shuffle under data '
+            "is a setting of jshard; give the argument of mine:arrays another name",
         ),
         (
             ["data.path=mine:pairs", "data.last=keep", "jshard.mesh={data: 4, tensor: 1}", "layer1.row=data"],
