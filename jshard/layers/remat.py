@@ -94,7 +94,7 @@ def _is_not_gathered(primitive: Any, *operands: Any, **params: Any) -> bool:
     jaxpr = params.get(CALLS.get(name, ""))
     if not is_jaxpr(jaxpr):
         return name not in GATHERED
-    inside = (eqn for eqn in level(jaxpr) if eqn.primitive.name != "convert_element_type")  # of a gather in another dtype
+    inside = (eqn for eqn in level(jaxpr) if eqn.primitive.name != "convert_element_type")  # a cast before a gather
     return any(_is_not_gathered(e.primitive, *(atom.aval for atom in e.invars), **e.params) for e in inside)
 
 
