@@ -1,4 +1,4 @@
-"""The page on pipelines: its tables are written to files, its commands typed, and they print what the page shows."""
+"""The pages on pipelines and their schedules: their tables are written to files, their commands typed, and they print what the pages show."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jshard.signals.active_config import unload
 from tests.test_language_model_page import SMALL, pattern
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs/pipelines.md").read_text()
+PAGE = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("pipelines", "schedules"))
 SHOWN = re.findall(r"^```console\n\$ jshard ([^\n]+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 IN_SENTENCES = [shlex.split(words) for words in re.findall(r"`jshard (\w+ [^`]+)`", PAGE)]
 OPTIONS = [words.split() for words in re.findall(r"`(--?\w[\w-]* [^`]+)`", PAGE)]
