@@ -1,4 +1,4 @@
-"""The page on what is seen before it runs prints what the commands print, and its recipes for CI run."""
+"""The pages on seeing, planning and checking a layout print what the commands print, and the recipes for CI run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import yaml
 from jshard.cli import main
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs/see-it-before-it-runs.md").read_text()
+PAGES = ("see-it-before-it-runs", "plan-a-pod", "check-in-ci")
+PAGE = "".join((ROOT / f"docs/{name}.md").read_text() for name in PAGES)
 SHOWN = re.findall(r"^```console\n\$ ([^\n]+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 COMPILERS = re.findall(r"compiled by jax ([\d.]+), libtpu (\d+(?:\.\d+)*)", PAGE)
 RECIPES = [yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("in_the_root")
 
 def test_page_shows_every_command():
     assert [command.split()[1] for command, _ in SHOWN] == [
-        "explain", "explain", "explain", "diff", "diff", "diff", "plan", "diff", "verify", "report", "explain", "check", "check",
+        "explain", "explain", "explain", "diff", "diff", "diff", "verify", "report", "explain", "plan", "diff", "check", "check",
     ]  # fmt: skip
 
 
