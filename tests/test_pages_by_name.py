@@ -1,4 +1,4 @@
-"""The pages docs/layouts/, docs/words.md and docs/command-line.md: their files and commands, typed as a reader would."""
+"""The pages docs/layouts/, kinds-of-models.md, words.md and command-line.md: files and commands, typed as a reader would."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from jshard.signals.config import load_configuration
 from tests.support.outside import users_environment
 
 ROOT = Path(__file__).parent.parent
+KINDS = ROOT / "docs/kinds-of-models.md"
 LAYOUTS = sorted((ROOT / "docs/layouts").glob("*.md"))
 # A file stands behind the sentence that ends with its name.
 FILE = re.compile(r"^[^\n]*`([\w-]+\.(?:py|yaml))`[^`\n]*:\n\n```(?:python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -62,6 +63,15 @@ def folder(tmp_path_factory) -> Path:
 )
 def test_layouts_print_what_the_page_shows(folder, page, command, says):
     printed = run(command, folder)
+    assert doctest.OutputChecker().check_output(says, printed, doctest.ELLIPSIS), printed
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(("command", "says"), commands(KINDS))
+def test_kinds_of_models_print_what_the_page_shows(tmp_path, command, says):
+    for name, text in files(KINDS).items():
+        (tmp_path / name).write_text(text)
+    printed = run(command, tmp_path)
     assert doctest.OutputChecker().check_output(says, printed, doctest.ELLIPSIS), printed
 
 

@@ -1,4 +1,4 @@
-"""The page on a model of one's own: what it shows is written to files and run, and prints what the page says."""
+"""The pages on your model, large models and XLA's partitioner: their files run, and print what the pages show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 from tests.support.outside import users_environment
 
-PAGE = (Path(__file__).parent.parent / "docs/your-model.md").read_text()
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = "".join((DOCS / f"{name}.md").read_text() for name in ("your-model", "large-models", "left-to-xla"))
 SHOWN = re.findall(r"^```console\n\$ (python|jshard) ([^\n]+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 CREATED = [
     (command, f"created.py {words[9:]}", says) for command, words, says in SHOWN if words.startswith("train.py ")
@@ -28,7 +29,7 @@ def blocks(kind: str) -> list[str]:
     ("command", "words", "says"), [*SHOWN, *CREATED], ids=[words for _, words, _ in [*SHOWN, *CREATED]]
 )
 def test_page_prints_what_its_program_prints(tmp_path, command, words, says):
-    files = ["model.py", "train.py", "created.py", "data.py", "fsdp.yaml", "tensor.yaml", "trained.yaml"]
+    files = ["model.py", "train.py", "data.py", "created.py", "fsdp.yaml", "tensor.yaml", "trained.yaml"]
     texts = dict(zip(files, [*blocks("python"), *blocks("yaml")], strict=True))
     plain = re.compile(r"^model = .*\noptimizer = .*\n", re.MULTILINE)
     texts["created.py"] = plain.sub(texts["created.py"], texts["train.py"])

@@ -351,8 +351,8 @@ def test_without_a_configuration_linen_runs_as_it_is():
     assert jshard.shard(lambda params: 0).place(variables["params"]) is variables["params"]
 
 
-def test_the_page_on_claims_shows_what_runs():
-    page = Path(__file__).parents[2].joinpath("docs/claims.md").read_text().split("## Linen")[1]
+def test_the_page_on_kinds_of_models_shows_a_linen_module_that_runs():
+    page = Path(__file__).parents[2].joinpath("docs/kinds-of-models.md").read_text().split("## Linen")[1]
     shown: dict = {"__name__": "shown"}
     exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], shown)
     trees = shown["params"], shown["gradients"]
