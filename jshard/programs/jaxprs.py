@@ -1,4 +1,4 @@
-"""The tools for jaxprs: equations, makers and readers of variables, an evaluator, a dataflow, a cutter."""
+"""Tools for jaxprs: their equations and variables, an evaluator, a dataflow, and a cutter."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def called(eqn: Eqn) -> Any:
 
 
 def bodies(eqn: Eqn, operands: Sequence[T]) -> Iterator[tuple[Any, list[T]]]:
-    """Yield the jaxprs inside an equation, each with its part of `operands`; the last returns the results. `operands`
-    has a value for each operand of the equation."""
+    """Yield the jaxprs that an equation runs, each with its part of `operands`, a value for each
+    operand of the equation. The last jaxpr returns the results."""
     name, params = eqn.primitive.name, eqn.params
     if (body := called(eqn)) is not None:
         yield bare(body), list(operands)
@@ -136,7 +136,8 @@ def makers(program: Jaxpr) -> dict[Any, Any]:
 
 
 def uses(program: Jaxpr) -> Mapping[Any, list[Any]]:
-    """Return the readers of each variable of a level, in program order; None stands for the results."""
+    """Return the equations of one level that read each variable, in program order. None stands for
+    the end of the program, which reads its results."""
     found = collections.defaultdict[Any, list[Any]](list)
     for eqn in (*level(program), None):
         for variable in variables(bare(program).outvars if eqn is None else eqn.invars):
@@ -161,19 +162,20 @@ def part_of(jaxpr: Any, eqns: Iterable[Any], inputs: Iterable[Any], results: Ite
 
 
 def cut(program: Any, outs: Sequence[Any], given: Sequence[Any] = ()) -> Piece:
-    """Return the smaller program for the variables `outs` from inputs of a program and the variables `given`."""
+    """Cut out the equations that compute the variables `outs`. They read inputs of the program, and
+    variables that are `given`, which are the last inputs of the piece."""
     jaxpr, eqns = bare(program), list[Any]()
     wanted = set(variables(outs)).difference(given)
     for eqn in reversed(level(jaxpr)):
         if not wanted.isdisjoint(eqn.outvars):
             eqns.append(eqn)
             wanted.update(set(variables(eqn.invars)).difference(given))
-    inputs = [number for number, variable in enumerate(jaxpr.invars) if variable in wanted]
-    return Piece(part_of(jaxpr, eqns[::-1], [*(jaxpr.invars[number] for number in inputs), *given], outs), inputs)
+    inputs = [n for n, variable in enumerate(jaxpr.invars) if variable in wanted]
+    return Piece(part_of(jaxpr, eqns[::-1], [*(jaxpr.invars[n] for n in inputs), *given], outs), inputs)
 
 
 def outline(program: Jaxpr, named: Callable[[Any], Hashable]) -> Hashable:
-    """Describe a program: two are equal but for their variables, and what `named` leaves out of an equation, if these are."""
+    """Describe a program without its variables. `named` describes an equation without its operands."""
     jaxpr = bare(program)
     places = {v: number for number, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
     of = lambda atom: literal(atom) if hasattr(atom, "val") else places[atom]
@@ -191,9 +193,10 @@ def literal(atom: Any) -> Hashable:
 
 
 def pruned(program: Any, outs: Sequence[bool] | None = None) -> Piece:
-    """Remove equations without effect on the results, or on the results chosen by `outs`, at any depth."""
+    """Remove equations that no result needs, also inside of others. `outs` chooses the results."""
     jaxpr = bare(program)
-    live, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars) if outs is None else list(outs))
+    outs = [True] * len(jaxpr.outvars) if outs is None else list(outs)
+    live, used = partial_eval.dce_jaxpr(jaxpr, outs)
     return Piece(live, [number for number, is_used in enumerate(used) if is_used])
 
 
@@ -211,13 +214,14 @@ def call_of(
     stack: NameStack = NO_SCOPES,
     body: Any = None,
 ) -> Any:
-    """Return a single equation in place of several, with these `results`, under these scopes. It holds their program,
-    or `body`, the program of equal equations."""
+    """Return one equation that runs several and has some of their `results`, in the scopes of `stack`.
+    It holds their program, or `body`, the program of equal equations."""
     made = {variable for eqn in eqns for variable in eqn.outvars}
     given = list(dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars) if v not in made))
     params = {"jaxpr": part_of(jaxpr, eqns, given, results) if body is None else body}
-    source = eqns[-1].source_info.replace(name_stack=stack)
-    return eqns[-1].replace(primitive=primitive, invars=given, outvars=list(results), params=params, source_info=source)
+    last, source = eqns[-1], eqns[-1].source_info.replace(name_stack=stack)
+    made_by = {"primitive": primitive, "params": params, "source_info": source}
+    return last.replace(invars=given, outvars=list(results), **made_by)
 
 
 # -- runs and dataflows --
@@ -230,8 +234,11 @@ def evaluate(
     constant: Callable[[Any], Any] = lambda literal: literal.val,
     known: dict[Any, Any] | None = None,
 ) -> list[Any]:
-    """Run a jaxpr, each equation by `step(eqn, operands)`, and return its results. `xs` are the inputs, after values
-    for the constants if these should differ from the jaxpr's. `known` takes the values of all variables."""
+    """Run a jaxpr on its inputs `xs`. `step(eqn, operands)` returns the results of an equation.
+
+    `xs` begins with the constants if the jaxpr is to have others than its own. `known` receives the
+    values of all variables.
+    """
     jaxpr, values = bare(program), {} if known is None else known
     variables = *jaxpr.constvars, *jaxpr.invars
     own = program.consts if len(xs) < len(variables) else ()  # from JAX 0.12 on an open jaxpr has them too
@@ -251,11 +258,12 @@ def flow(
     inside: bool = True,
     known: dict[Any, Fact] | None = None,
 ) -> list[Fact]:
-    """Follow facts from the inputs of a program to its results, each equation by `step(eqn, facts of its operands)`.
+    """Return the facts of a program's results. `step(eqn, facts of its operands)` returns those of an
+    equation's results.
 
-    Literals and constants have the fact `nothing`. `known` takes the facts of all variables of this level. Calls, branches and
-    scans are followed inside: `|` joins branches, and what a scan carries, to the fixpoint. A while loop is one step. With
-    `inside=False` each equation is one step.
+    Literals and constants have the fact `nothing`. `known` receives the facts of all variables of this
+    level. The flow goes inside of calls, branches and scans: `|` joins the facts of branches, and of
+    each turn of a scan, to the fixpoint. A while loop is one step; with `inside=False` all equations are.
     """
 
     def result(eqn: Any, given: list[Any]) -> Sequence[Any]:
@@ -266,7 +274,8 @@ def flow(
             given = list(carried_on(given, slice(consts, consts + carried), turn))
         results = [through(*each) for each in bodies(eqn, given)] if name != "while" else []
         chosen_by = given[0] if name == "cond" else nothing
-        joined = [functools.reduce(operator.or_, each, chosen_by) for each in zip(*results, strict=True)]
+        by_result = zip(*results, strict=True)
+        joined = [functools.reduce(operator.or_, each, chosen_by) for each in by_result]
         return joined if results else step(eqn, given)
 
     through = lambda program, given: flow(program, given, step, nothing)
@@ -281,8 +290,11 @@ def flow_back(
     nothing: Any,
     join: Callable[[Any, Any], Any] = operator.or_,
 ) -> dict[Any, Any]:
-    """Follow facts from the results of a program back to the variables of its level, each equation by `step(eqn, facts of its
-    results)`. Facts of several uses are joined, the earlier use first; a variable without a use has the fact `nothing`."""
+    """Return facts of the variables of one level from `facts` of its results. `step(eqn, facts of its
+    results)` returns those of an equation's operands.
+
+    `join(earlier, later)` joins the facts of several uses. An unused variable has the fact `nothing`.
+    """
     known = collections.defaultdict[Any, Any](lambda: nothing)
 
     def note(atoms: Sequence[Any], facts: Sequence[Any]) -> None:
@@ -306,7 +318,7 @@ def settled(step: Callable[[T], T], start: T) -> T:
 def carried_on(
     facts: Sequence[Fact], carry: slice, turn: Callable[[tuple[Fact, ...]], Sequence[Fact]]
 ) -> tuple[Fact, ...]:
-    """Join the facts of a loop's carry with the first facts of its `turn`, to the fixpoint."""
+    """Join the facts of what a loop carries with the first facts of its `turn`, to the fixpoint."""
 
     def joined(facts: tuple[Any, ...]) -> tuple[Any, ...]:
         after = [old | new for old, new in zip(facts[carry], turn(facts), strict=False)]
@@ -318,7 +330,8 @@ def carried_on(
 def dependent(program: Any, some: Sequence[bool], *, inside: bool = True) -> set[Any]:
     """Return the variables with a dependence on some inputs."""
     known: dict[Any, bool] = {}
-    flow(program, some, lambda eqn, given: [any(given)] * len(eqn.outvars), False, inside=inside, known=known)
+    step = lambda eqn, given: [any(given)] * len(eqn.outvars)
+    flow(program, some, step, False, inside=inside, known=known)
     return {variable for variable, depends in known.items() if depends}
 
 

@@ -82,10 +82,9 @@ def test_a_flow_of_one_level_takes_each_equation_as_one_step():
 
 def test_facts_flow_back_in_the_order_of_the_uses():
     jaxpr = jax.make_jaxpr(lambda x, y: (jnp.sin(x) + x * x, x))(X, X).jaxpr
-    found = flow_back(
-        jaxpr, ["a", "b"], lambda eqn, after: [eqn.primitive.name + " "] * len(eqn.invars), "", operator.add
-    )
-    assert [found[v] for v in jaxpr.invars] == ["sin mul mul b", ""]
+    reads = lambda eqn, after: [f"{eqn.primitive.name}{at} " for at in range(len(eqn.invars))]
+    found = flow_back(jaxpr, ["a", "b"], reads, "", operator.add)
+    assert [found[v] for v in jaxpr.invars] == ["sin0 mul0 mul1 b", ""]
     passed = flow_back(jaxpr, [{1}, {2}], lambda eqn, after: after * len(eqn.invars), NONE)
     assert [passed[v] for v in jaxpr.invars] == [{1, 2}, NONE]
 
@@ -99,7 +98,9 @@ def test_a_cut_has_the_equations_and_inputs_of_its_results_alone():
     first, second = jaxpr.outvars
     piece, inputs = cut(jaxpr, [second])
     assert ([eqn.primitive.name for eqn in level(piece)], inputs) == (["cos"], [0])
+    assert [eqn.primitive.name for eqn in level(cut(jaxpr, [first]).jaxpr)] == ["sin", "mul"]
     between = level(jaxpr)[0].outvars
+    assert level(cut(jaxpr, between, between).jaxpr) == []
     piece, inputs = cut(jaxpr, [first], between)
     assert ([eqn.primitive.name for eqn in level(piece)], inputs) == (["mul"], [2])
     assert piece.invars == [jaxpr.invars[2], *between]

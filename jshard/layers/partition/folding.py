@@ -41,7 +41,8 @@ def folded(program: Any, parameters: Sequence[bool]) -> Any:
     border.
     """
     jaxpr = bare(program)
-    named, depends, shorter = EquationNames(), jaxprs.dependent(jaxpr, [True] * len(jaxpr.invars), inside=False), jaxpr
+    depends = jaxprs.dependent(jaxpr, [True] * len(jaxpr.invars), inside=False)
+    named, shorter = EquationNames(), jaxpr
     while stretches := _equal_stretches(shorter, named, depends):
         shorter = _with_calls(shorter, stretches)
     if shorter is jaxpr or _crosses(shorter, parameters, depends):
@@ -163,7 +164,7 @@ def _with_calls(jaxpr: OpenJaxpr, stretches: Sequence[Stretch]) -> OpenJaxpr:
     is_left = lambda at: any(
         id(reader) not in of for of, some in zip(own, made, strict=True) for reader in readers[some[at]]
     )
-    left = [at for at in range(len(made[0])) if is_left(at)]  # what any of the stretches leaves for others, all return
+    left = [at for at in range(len(made[0])) if is_left(at)]  # all return what one leaves for others
     prefix, results = _common_stack(first), [[some[at] for at in left] for some in made]
     body = call_of(folded_p, jaxpr, [_below(eqn, prefix) for eqn in first], results[0]).params["jaxpr"]
     calls = {

@@ -14,10 +14,11 @@ LOOKUPS = ("gather", "dynamic_slice")  # in their first operand
 
 
 def readers(program: Any, *, through: Collection[str] = CASTS) -> list[list[str]]:
-    """Return the reader of each input: "gather" for a lookup of rows, "dynamic_slice", "dot_general", or OTHER.
+    """Return what reads each input: "gather" and "dynamic_slice" for lookups in it, "dot_general",
+    or OTHER.
 
-    Casts and the primitives of `through` are looked through, and so are calls and loops of one turn. Without them
-    every reader is OTHER.
+    Casts, the primitives of `through`, count as what reads their results, and calls and loops of one
+    turn as what they hold. With no `through` all three are OTHER.
     """
 
     def reads(eqn: Eqn, after: list[list[str]]) -> list[list[str]]:

@@ -27,27 +27,31 @@ def regathering(program: Any, stored: Sequence[bool]) -> Any:
     jaxpr = bare(program)
     if not any(stored) or holds(jaxpr, CHECKPOINTS):
         return program
-    # what only casts or shapes what is stored is done in the piece that reads it, or it would be kept
-    shapes = lambda eqn, given: [
-        frozenset().union(*given) if eqn.primitive.name in STAYS and all(given) else frozenset() for _ in eqn.outvars
-    ]
-    roots: dict[Any, frozenset[Any]] = {}
-    given = [frozenset((v,)) if is_stored else frozenset() for v, is_stored in zip(jaxpr.invars, stored, strict=True)]
-    jaxprs.flow(jaxpr, given, shapes, frozenset(), inside=False, known=roots)
+    none, roots = frozenset[Any](), dict[Any, frozenset[Any]]()
+
+    def shaped_from(eqn: Eqn, given: list[frozenset[Any]]) -> list[frozenset[Any]]:
+        is_shaped = eqn.primitive.name in STAYS and all(given)
+        return [none.union(*given) if is_shaped else none] * len(eqn.outvars)
+
+    # The piece that reads a stored input also casts and shapes it: else the result would be kept.
+    given = [frozenset((v,)) if each else none for v, each in zip(jaxpr.invars, stored, strict=True)]
+    jaxprs.flow(jaxpr, given, shaped_from, none, inside=False, known=roots)
     at_rest = {variable for variable, of in roots.items() if of}
     made = [eqn for eqn in level(jaxpr) if not at_rest.isdisjoint(eqn.outvars)]
     shaped = jaxprs.part_of(jaxpr, made, jaxpr.invars, ())
     eqns = [eqn for eqn in level(jaxpr) if at_rest.isdisjoint(eqn.outvars)]
     roots_of = lambda eqns: frozenset().union(*(roots[variable] for variable in read_by(eqns)))
-    groups_at = lambda shared: _cut(eqns, lambda eqn: _is_own(eqn) or not shared.isdisjoint(roots_of([eqn])))
+    is_border = lambda eqn, shared: _is_own(eqn) or not shared.isdisjoint(roots_of([eqn]))
+    groups_at = lambda shared: _cut(eqns, lambda eqn: is_border(eqn, shared))
 
     def more(shared: frozenset[Any]) -> frozenset[Any]:
-        readers = collections.Counter(root for group in groups_at(shared) for root in roots_of(group))
+        readers = collections.Counter(v for group in groups_at(shared) for v in roots_of(group))
         return shared.union(root for root, count in readers.items() if count >= 2)
 
-    groups, found, bodies = groups_at(jaxprs.settled(more, frozenset())), list(made), dict[Any, Any]()
+    groups, found, bodies = groups_at(jaxprs.settled(more, none)), list(made), dict[Any, Any]()
+    results = jaxprs.variables(jaxpr.outvars)
     for number, group in enumerate(groups):
-        read = read_by(eqn for some in groups[number + 1 :] for eqn in some).union(jaxprs.variables(jaxpr.outvars))
+        read = read_by(eqn for some in groups[number + 1 :] for eqn in some).union(results)
         found += group if number % 2 else _wrapped(shaped, group, read, at_rest)
     return jaxprs.with_equations(program, [_regathering_call(eqn, at_rest, bodies) for eqn in found])
 
