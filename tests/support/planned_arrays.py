@@ -179,8 +179,12 @@ class Walk:
         here = count + carried if step.how == ONE_TURN else count  # as many are read as they are outside
         inputs, remat = [*operands[:here], *one[here:]], step.remat or ("full" if step.how == AHEAD else "")
         results = self.again(remat, *program, inputs) if remat or step.regather else self.program(*program, inputs)
+        ahead = {id(x) for x, claim in zip(one, step.claims, strict=True) if claim is not None and claim.store_prefetch}
         for local in self.locals[begin:] if step.how == AHEAD else ():
-            local.ahead = eqn.params["length"] if local.name == "all_gather" else 0
+            source = local
+            while source.of and source.name != "turn":
+                source = source.of[0]
+            local.ahead = eqn.params["length"] * (local.name == "all_gather" and id(source) in ahead)
         self.turns = outer
         for local, after in zip(one[count:][:carried] if step.how != ONE_TURN else (), results, strict=False):
             local.of.append(after)
