@@ -17,6 +17,7 @@ STEPS, GOES_ON = 4, 0.5
 MOST = 8  # test files for one changed file
 DEFINED = re.compile(r"^(?:def|class)\s+(\w+)|^(\w+)(?::[^=\n]+)?\s*=", re.MULTILINE)
 WORD = re.compile(r"[A-Za-z_][\w-]*+(?!\.(?!py\b|md\b|yaml\b)\w)")  # not the first word of `word.attribute`
+IN_CODE = re.compile(r"""^\s*(?:from|import) .*|[./"'][\w-]+|[\w-]+\.(?:py|md|yaml)\b""", re.MULTILINE)  # no prose
 once = functools.cache  # there is one checkout in a process
 
 
@@ -67,9 +68,10 @@ class Checkout:
         named: Counter[str] = Counter()
         text = self._text(path)
         words, of_facade = Counter(WORD.findall(text)), set(re.findall(r"\bjshard\.(\w+)", text))
+        files_named = {word for line in IN_CODE.findall(text) for word in WORD.findall(line)}
         for word, times in words.items():
             # A definition counts where its file is named too, as in an import, or where the façade has it.
-            files = [file for file in self.by_word.get(word, ()) if word in of_facade or _name(file) in words]
+            files = [file for file in self.by_word.get(word, ()) if word in of_facade or _name(file) in files_named]
             named.update(dict.fromkeys(files, times / max(len(files), 1)))
         if path in self.tests:
             subject, share = _name(path).removeprefix("test_"), named.total() / 4 + 1
