@@ -15,6 +15,7 @@ from jshard.cli import main
 from jshard.layers.partition.lookup import WHERE_IT_RESTS
 from jshard.layers.partition.plan import key_of, steps
 from jshard.layers.partition.planner import Planner
+from jshard.layers.partition.run import Run
 from jshard.layers.sharded_call import Call
 from jshard.programs.jaxprs import bare
 from jshard.signals import active_config as current
@@ -77,6 +78,23 @@ LINES = """\
 blocks/mlp/up/kernel, float32[4,256,640], claimed by columns (configs/lm/english.yaml:27: column: tensor)
   split over tensor (axis 2); first used by dot_general
 """
+
+
+@pytest.mark.parametrize(("file", "times"), [
+    ("lm/english.yaml", {1: 10}),
+    ("pipe-1f1b.yaml", {2: 9, 3: 1}),  # to find what parameters vary over, and for a chunk; the head also for its types
+])  # fmt: skip
+def test_each_product_is_run_once_a_trace(file, times, english, monkeypatch):
+    ran, run = collections.Counter(), Run.equation
+
+    def counted(self, eqn, parts, step):
+        if eqn.primitive.name == "dot_general":
+            ran[key_of(eqn)] += 1
+        return run(self, eqn, parts, step)
+
+    monkeypatch.setattr(Run, "equation", counted)
+    Experiment.build(current.load(CONFIGS / file, [*SMALL, "_split.store=data"]), current.mesh()).lowered()
+    assert collections.Counter(ran.values()) == times
 
 
 @pytest.mark.quick(2)

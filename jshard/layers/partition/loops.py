@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -15,13 +16,13 @@ from jax import Array, lax
 from jshard.errors import JShardError
 from jshard.layers.partition.halves import zeros_like_result
 from jshard.layers.partition.part import Part, vary
-from jshard.layers.partition.plan import Names, Plan, Remat, Step
+from jshard.layers.partition.plan import Names, Plan, Remat, Step, names_of
 from jshard.layers.partition.planner import Planned, Planner, PlanRule
 from jshard.layers.partition.prefetch import scan_ahead
 from jshard.layers.partition.readers import is_one_turn
 from jshard.layers.partition.run import Rule, Run, SomeLayers
 from jshard.layers.partition.stages import in_turn
-from jshard.layers.partition.value import Value, need_before
+from jshard.layers.partition.value import Value, need_before, needs_of_turns
 from jshard.layers.remat import CHUNK, recomputed
 from jshard.layouts.redistribution import Axes
 from jshard.programs.jaxprs import CHECKPOINTS, Eqn, Tree, holds, scanned
@@ -59,6 +60,7 @@ def _plan_scan(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
         return made, inside
 
     axes, made, inside = _settled([plan.force(value).axes for value in carry], consts, body)
+    before = tuple(tuple(needs_of_turns(value.within)) for value in consts)
     _plan_before(plan, consts)
     for value, a in zip(carry, axes, strict=True):
         plan.need(value, a)
@@ -70,7 +72,8 @@ def _plan_scan(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
         _check_ahead(eqn, next(value.signal for value in over if value.prefetches))
     regather = not holds(jaxpr, CHECKPOINTS) and _keeps_no_parameter(over)
     how, remat = AHEAD if ahead else "", _remat_of(over)
-    return results, Step(how, inside=(inside,), carried=tuple(axes), lead=lead, remat=remat, regather=regather)
+    step = Step(how, inside=(inside,), carried=tuple(axes), before=before)
+    return results, dataclasses.replace(step, lead=lead, remat=remat, regather=regather)
 
 
 def _check_ahead(eqn: Eqn, signal: Signal | None) -> None:
@@ -186,13 +189,23 @@ def _plan_while(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
 # -- runs --
 
 
-def _before(run: Run, parts: Sequence[Part], claim: Signal | None) -> None:
-    """Gather, cut and mark before a loop instead of in each turn."""
+def _is_as_planned(consts: Sequence[Part], others: Sequence[tuple[Part, Array]]) -> bool:
+    """Whether a turn needs what its loop closes over as planned: nothing varies over more mesh axes than that does."""
+    varying = lambda part, x: jax.typeof(x).mat.varying - names_of(part.axes if part.rest is None else part.rest)
+    beyond = frozenset().union(*(varying(part, part.x) for part in consts), *(varying(*each) for each in others))
+    return all(beyond <= part.beyond for part in consts)
+
+
+def _before(run: Run, parts: Sequence[Part], step: Step, *, is_planned: bool) -> None:
+    """Gather, cut and mark before a loop what each of its turns would: as planned, or as a trace of a turn has."""
 
     def need(part: Part, axes: Axes, names: Names) -> None:
         with contextlib.nullcontext() if part.signal is None else scope(claim=part.signal.name):
-            run.local(part, axes, claim, names)
+            run.local(part, axes, step.claim_behind, names)
 
+    for part, needs in zip(parts, step.before, strict=True) if is_planned else ():
+        for path, axes, names in needs:
+            need(part.follow(path), axes, names)
     need_before(parts, need)
 
 
@@ -218,18 +231,18 @@ def _scan(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
         return run.lying(made[:carried], axes, step.claim_behind), [part.x for part in made[carried:]]
 
     start, given = run.lying(carry, axes, step.claim), [part.x for part in consts]
-    if consts or step.how == AHEAD:
-        jax.make_jaxpr(turn)(
-            start, [part.x[0] for part in over], given
-        )  # tells what a turn makes of what it closes over
-    _before(run, consts, step.claim_behind)
+    others = [*zip(carry, start, strict=True), *((part, part.x) for part in over)]
+    is_planned = step.how != AHEAD and _is_as_planned(consts, others)
+    if not is_planned:  # a trace tells what a turn makes of what it closes over
+        jax.make_jaxpr(turn)(start, [part.x[0] for part in over], given)
+    _before(run, consts, step, is_planned=is_planned)
     layer = lambda carries, each: turn(carries, each, [part.x for part in consts])
     length = asked["length"] // math.prod(run.sizes[name] for name in lead)
+    one = recomputed(layer, step.remat, regather=step.regather, in_scan=asked["unroll"] < length)
 
     def layers(carries: list[Array]) -> tuple[list[Array], list[Array]]:
         if step.how == AHEAD:
             return _ahead(eqn, length, over, inner[count + carried :], layer, carries, step.remat)
-        one = recomputed(layer, step.remat, regather=step.regather, in_scan=asked["unroll"] < length)
         how = {"length": length, "reverse": asked["reverse"], "unroll": asked["unroll"]}
         xs = [part.x for part in over]
         if run.some_layers is None or run.some_layers.loop is not eqn:
@@ -243,6 +256,7 @@ def _scan(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
             last = [run.reduce(x, lead, "sum", step.claim_behind) for x in last]
     else:
         last, ys = layers(start)
+    assert all({*inside.needs} <= {*part.needs} for part, inside in zip(consts, inner, strict=False)), (eqn, step)
     results = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, last, strict=True)]
     shapes = [tuple(variable.aval.shape) for variable in eqn.outvars[carried:]]
     return results + [Part(s, (lead, *p.axes), y) for s, p, y in zip(shapes, made[carried:], ys, strict=True)]
@@ -345,7 +359,7 @@ def _while(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
     start, given = run.lying(carry, axes, step.claim), [part.x for part in consts]
     if consts:
         jax.make_jaxpr(body)(start, given)  # tells what a turn makes of what it closes over
-    _before(run, consts, step.claim_behind)
+    _before(run, consts, step, is_planned=False)
     last = lax.while_loop(test, lambda carries: body(carries, [part.x for part in consts]), start)
     return state(last)
 

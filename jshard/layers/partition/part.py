@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -102,10 +101,11 @@ class Part(Lying):
         names = names | names_of(axes)
         if self.asked is not None:  # a use that takes its slice of it leaves it equal everywhere
             self.asked.add(names - (names_of(axes) - names_of(self.axes)))
-        key = axes, names
-        if key not in self.cache:
-            self.cache[key] = self._local(axes, names, moving)
-        return self.cache[key]
+        if (axes, names) not in self.cache and self.beyond:
+            names |= self.beyond
+        if (axes, names) not in self.cache:
+            self.cache[axes, names] = self._local(axes, names, moving)
+        return self.cache[axes, names]
 
     def _local(self, axes: Axes, names: Names, moving: Moving) -> Array:
         if self.make is not None:
@@ -171,10 +171,6 @@ class Part(Lying):
         yield from (((), steps) for steps in self.gathered)
         for key, cast in self.casts.items():
             yield from (((key, *path), steps) for path, steps in cast.gathers())
-
-    def follow(self, path: Sequence[Any]) -> Part:
-        """The same array as these casts leave it."""
-        return functools.reduce(lambda part, key: part.cast(*key), path, self)
 
     def in_dtype(self, dtype: DTypeLike, wire: DTypeLike | None) -> Part:
         if (make := self.make) is not None:

@@ -14,6 +14,7 @@ from jshard.programs.jaxprs import FOLDED, Eqn, bodies, level
 from jshard.signals.signal import Signal
 
 Names = frozenset[str]
+Need = tuple[tuple[Any, ...], Axes, Names]  # of an array after these casts, split so, and varying over these mesh axes
 Remat = str | tuple[str, ...]  # the word, or the names, of a signal
 
 
@@ -52,6 +53,7 @@ class Step:
     body: Any = None  # a program that is run in the place of the equation
     fused: Fused | None = None  # of a product that is cut behind it: what the body reads and makes
     carried: tuple[Axes, ...] = ()  # by a loop
+    before: tuple[tuple[Need, ...], ...] = ()  # a loop: what its turns need of each array that it closes over
     lead: tuple[str, ...] = ()  # the mesh axis of stages that a loop goes along
     remat: Remat = ""  # what of a loop's turn is computed anew
     regather: bool = False  # whether the backward pass gathers again what a turn gathers

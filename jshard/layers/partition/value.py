@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -11,7 +12,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jshard.layers.partition.plan import Brought, Names
+from jshard.layers.partition.plan import Brought, Names, Need
 from jshard.layers.roles import Use, layout_in_use
 from jshard.layouts.redistribution import Axes
 from jshard.signals.claims import Claim
@@ -122,6 +123,10 @@ class Lying:
         self.within.append(inside)
         return inside
 
+    def follow(self, path: Sequence[Any]) -> Self:
+        """The same array as these casts leave it."""
+        return functools.reduce(lambda each, key: each.cast(*key), path, self)
+
     def all_within(self) -> Iterator[Self]:
         for each in self.within:
             yield each
@@ -152,6 +157,15 @@ def need_before(each: Iterable[L], need: Callable[[L, Axes, Names], object]) -> 
             cast = one.cast(*key)
             cast.within = [some.casts[key] for some in inside if key in some.casts]
             need_before([cast], need)
+
+
+def needs_of_turns(inside: Sequence[Lying]) -> Iterator[Need]:
+    """Yield what the turns of a loop need of an array, given as they have it, in the order of `need_before`."""
+    every = [x for one in inside for x in (one, *one.all_within())]
+    yield from dict.fromkeys(((), axes, names) for some in every for axes, names in some.needs)
+    for key in dict.fromkeys(key for some in every for key in some.casts):
+        casts = [some.casts[key] for some in every if key in some.casts]
+        yield from (((key, *path), axes, names) for path, axes, names in needs_of_turns(casts))
 
 
 @dataclasses.dataclass(eq=False)

@@ -121,11 +121,12 @@ class _Ticks:
         self.stage, self.sends = lax.axis_index(mesh_axis), sends(table)
         self.chunks = table.virtual_stages // table.stages
         of_one = _at(parameters, 0), edges, _at(inputs, 0)
-        self.x = _types_between(model, *of_one, self.stage)  # what goes from stage to stage, as zeros
-        splits, recomputes = table.splits_weights, model.recomputes
-        self.program = Chunk(
-            self._chunk, (*of_one, self.stage, self.x), shares=model.shares, splits=splits, recomputes=recomputes
-        )
+        how = {"shares": model.shares, "splits": table.splits_weights, "recomputes": (recomputes := model.recomputes)}
+        x, self.x = None, zeros_like_result(model.first, *of_one[1:])  # what goes from stage to stage, as zeros
+        while x is None or _varying(x) != _varying(self.x):  # over all mesh axes that a chunk makes it vary over
+            x, self.program = self.x, Chunk(self._chunk, (*of_one, self.stage, self.x), **how)
+            assert jax.tree.map(_type, x) == jax.tree.map(_type, self.program.y), (x, self.program.y)
+            self.x = jax.tree.map(vary, x, _varying(self.program.y))
         stored = () if recomputes else (self.program.kept, self.program.left)
         self.bytes = [sum(x.nbytes for x in jax.tree.leaves(zeros)) for zeros in stored]
 
@@ -231,8 +232,7 @@ class _Ticks:
         return self.model.chunk(own, edges, x, given, number)
 
     def _first(self, edges: Tree, given: Tree) -> Tree:
-        varying = jax.tree.map(lambda x: jax.typeof(x).mat.varying, self.x)
-        return jax.tree.map(vary, self.model.first(edges, given), varying)
+        return jax.tree.map(vary, self.model.first(edges, given), _varying(self.x))
 
     def _input(self, now: dict[str, Array], slot: str, given: Tree, held: Buffers) -> Tree:
         place = now[f"{slot}_input"]
@@ -306,12 +306,8 @@ def _zeros(tree: Tree) -> Tree:
     return jax.tree.map(jnp.zeros_like, tree)
 
 
-def _types_between(model: Model, own: Tree, edges: Tree, given: Tree, stage: Array) -> Tree:
-    """Return zeros of the shapes sent between stages, varying over the same mesh axes."""
-    x = zeros_like_result(model.first, edges, given)
-    y = zeros_like_result(model.chunk, own, edges, x, given, stage)
-    assert jax.tree.map(_type, x) == jax.tree.map(_type, y), (x, y)
-    return jax.tree.map(lambda x, y: vary(x, jax.typeof(y).mat.varying), x, y)
+def _varying(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: jax.typeof(x).mat.varying, tree)
 
 
 def _type(x: Array) -> tuple[tuple[int, ...], str]:
