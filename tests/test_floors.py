@@ -4,6 +4,7 @@ and under TYPE_CHECKING too."""
 from __future__ import annotations
 
 import ast
+import builtins
 import collections
 import functools
 import runpy
@@ -339,7 +340,7 @@ def small(tmp_path_factory):
     return CHECKOUT(root)
 
 
-# -- limits --
+# -- functions --
 
 
 class Function(NamedTuple):
@@ -363,6 +364,113 @@ def functions() -> list[Function]:
 def annotated(of: ast.arguments) -> Iterator[str]:
     every = *of.posonlyargs, *of.args, *of.kwonlyargs, *filter(None, (of.vararg, of.kwarg))
     yield from (ast.unparse(each.annotation) for each in every if each.annotation is not None)
+
+
+# -- names in types that are quoted --
+
+
+def types_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each type that is a string or a comment: in an annotation, in a `Callable`, in a cast."""
+    for node in ast.walk(tree):
+        if (comment := getattr(node, "type_comment", None)) is not None:
+            yield node.lineno, comment.replace("->", ",")
+        match node:
+            case ast.arg() | ast.AnnAssign():
+                types = [node.annotation]
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                types = [node.returns]
+            case ast.Subscript(value=ast.Name(id="Callable")):
+                types = [node.slice]
+            case ast.Call(func=ast.Name(id="cast")):
+                types = node.args[:1]
+            case ast.Call(func=ast.Name(id="TypeVar")):
+                types = [each.value for each in node.keywords]
+            case _:
+                continue
+        yield from (found for each in types if each is not None for found in strings_in(each))
+
+
+def strings_in(kind: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each string of a type, but for the words of a `Literal`."""
+    match kind:
+        case ast.Constant(str(text)):
+            yield kind.lineno, text
+        case ast.Subscript(value=ast.Name(id="Literal")):
+            return
+        case _:
+            yield from (found for each in ast.iter_child_nodes(kind) for found in strings_in(each))
+
+
+def hidden_imports(text: str) -> list[str]:
+    """Return the names in quoted types that the file neither imports nor has: each may hide a circle."""
+    tree = ast.parse(text, type_comments=True)
+    has = {*dir(builtins)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                has.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                has.add(name)
+            case ast.alias():
+                has.add((node.asname or node.name).partition(".")[0])
+    return [
+        f"{line}: {name.id}"
+        for line, quoted in types_in(tree)
+        for name in ast.walk(ast.parse(quoted.strip(), mode="eval"))
+        if isinstance(name, ast.Name) and name.id not in has
+    ]
+
+
+def test_floors_no_quoted_type_hides_an_import():
+    found = {str(path): hidden_imports(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("def f(program: 'Partition'): ...", ["1: Partition"]),
+        ("class A:\n    program: list['Partition | None']", ["2: Partition"]),
+        ("def f() -> 'partition.Program': ...", ["1: partition"]),
+        ("from collections.abc import Callable\nRule = Callable[['Run', int], str]", ["2: Run"]),
+        ("from typing import cast\nx = cast('Run', 1)", ["2: Run"]),
+        ("from typing import TypeVar\nT = TypeVar('T', bound='Run')", ["2: Run"]),
+        ("x = None  # type: Run", ["1: Run"]),
+        ("def f(run):\n    # type: (Run) -> None\n    ...", ["1: Run"]),
+        ("from jshard.runs import Run\ndef f(run: 'Run') -> 'list[int]': ...", []),
+        ("class Run:\n    def f(self) -> 'Run': ...", []),
+        ("from typing import Literal\ndef f(word: Literal['Run']): ...", []),
+        ("x = {}['Run']  # type: ignore[name]", []),
+    ],
+)
+def test_floors_planted_quoted_type_is_found(text, names):
+    assert hidden_imports(text) == names
+
+
+# -- limits --
+
+
+def test_floors_a_run_has_at_most_six_attributes_which_stay_and_takes_no_bool():
+    tree = ast.parse((PACKAGE / "layers" / "partition" / "run.py").read_text())
+    (run,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Run")
+    assert len(assigned(run)["__init__"]) <= 6
+    assert {name: found for name, found in assigned(run).items() if found and name != "__init__"} == {}
+    of_functions = [
+        each.annotation for node in ast.walk(run) if isinstance(node, ast.arguments)
+        for each in (*node.posonlyargs, *node.args, *node.kwonlyargs) if each.annotation is not None
+    ]  # fmt: skip
+    assert [ast.unparse(each) for each in of_functions if "bool" in ast.unparse(each)] == []
+
+
+def assigned(kind: ast.ClassDef) -> dict[str, set[str]]:
+    """Return the attributes of `self` that each method of a class assigns."""
+    return {
+        method.name: {
+            node.attr for node in ast.walk(method)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del) and ast.unparse(node.value) == "self"
+        }
+        for method in kind.body if isinstance(method, ast.FunctionDef)
+    }  # fmt: skip
 
 
 def test_floors_no_function_has_more_than_60_lines():

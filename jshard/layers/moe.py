@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jshard.errors import JShardError
 from jshard.layers.layer import AuxLoss
 from jshard.layers.partition.by_hand import HandRule, by_hand
-from jshard.layers.partition.part import Part, moving_as
+from jshard.layers.partition.part import Here, Part, moving_as
 from jshard.layers.partition.plan import Step
 from jshard.layers.partition.planner import Planned, Planner
 from jshard.layers.partition.run import Run
@@ -150,7 +150,7 @@ def _exchange(
 
     def rule(back: bool, run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
         part, (axes,) = run.force(parts[0], step.claim), step.results
-        return [Part(part.shape, axes, part.local(axes, frozenset(), lambda _: moving_as(claim=claim, key="expert")))]
+        return [Here(part.shape, axes, part.local(axes, frozenset(), lambda _: moving_as(claim=claim, key="expert")))]
 
     def one_way(back: bool) -> Callable[[Array], Array]:
         there, home = (

@@ -18,11 +18,11 @@ from jshard.errors import JShardError
 from jshard.layers import ring as on_device
 from jshard.layers.partition.by_hand import HandRule, by_hand
 from jshard.layers.partition.local_sizes import local_shape
-from jshard.layers.partition.part import Part, moving_as, names_of, vary
+from jshard.layers.partition.part import Here, Part, here_of, moving_as, names_of, vary
 from jshard.layers.partition.plan import Step
 from jshard.layers.partition.planner import Planned, Planner
 from jshard.layers.partition.run import Run
-from jshard.layers.partition.value import Value
+from jshard.layers.partition.value import Value, values_of
 from jshard.layers.ring import Form as Form
 from jshard.layouts.redistribution import Axes
 from jshard.programs.jaxprs import Eqn
@@ -122,8 +122,7 @@ def _plan_forward(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
         plan.have(value, a)
     if how == ULYSSES:
         plan.have(Value(values[0].shape, inside.q, values[0].dtype), split.q)
-    results = zip(eqn.outvars, (split.q, inside.q, inside.q[:3], *axes), strict=True)
-    return [Value(tuple(v.aval.shape), a, v.aval.dtype) for v, a in results], Step(how)
+    return values_of(eqn.outvars, (split.q, inside.q, inside.q[:3], *axes)), Step(how)
 
 
 def _sent(form: Form, eqn: Eqn, step: Step, sizes: Mapping[str, int]) -> Any:
@@ -161,11 +160,10 @@ def _forward_rule(form: Form, run: Run, eqn: Eqn, parts: list[Part], step: Step)
             xs = ring.balanced(xs)
             q, k, v, *segments = _varying(xs, split.names)
             out, logs = ring.forward(q, k, v, tuple(segments))
-    shape, *shapes = (tuple(variable.aval.shape) for variable in eqn.outvars)
-    saved = [Part(shape, a, x) for shape, a, x in zip(shapes, axes, (out, logs, *xs), strict=True)]
+    saved = here_of(eqn.outvars[1:], axes, (out, logs, *xs))
     with scope(key="ring"):
         first = saved[0].local(of_first, frozenset(), _by_ring) if step.how == ULYSSES else ring.in_order(out)
-    return [Part(shape, of_first, first), *saved]
+    return [*here_of(eqn.outvars[:1], [of_first], [first]), *saved]
 
 
 def _plan_backward(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
@@ -183,7 +181,8 @@ def _plan_backward(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
 
 
 def _backward_rule(form: Form, run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
-    out, logs, q, k, v, *segments, cotangent = parts
+    *kept, cotangent = parts
+    out, logs, q, k, v, *segments = (run.array(part, step.claim) for part in kept)
     of_q, of_k, _ = step.results
     names = names_of(of_q)
     with scope(key="ring"):
@@ -198,11 +197,11 @@ def _backward_rule(form: Form, run: Run, eqn: Eqn, parts: list[Part], step: Step
             varying = _varying([s.x for s in segments], names_of(q.axes))
             gradients = on_device.backward(form, out.x, logs.x, q.x, k.x, v.x, *varying, ct)
             inner = zip((q, k, v), gradients, step.results, strict=True)
-            gradients = [Part(p.shape, p.axes, x).local(axes, frozenset(), _by_ring) for p, x, axes in inner]
+            gradients = [Here(p.shape, p.axes, x).local(axes, frozenset(), _by_ring) for p, x, axes in inner]
         missing = tuple(sorted(names - names_of(of_k)))
         dq, *of_keys = gradients
         of_keys = [run.reduce(x, missing, "sum", step.claim) if missing else x for x in of_keys]
-    return [Part(q.shape, of_q, dq), *(Part(k.shape, of_k, x) for x in of_keys)]
+    return [Here(q.shape, of_q, dq), *(Here(k.shape, of_k, x) for x in of_keys)]
 
 
 def _varying(xs: list[Array], names: frozenset[str]) -> list[Array]:

@@ -28,6 +28,7 @@ from jshard.layers.creating import realized
 from jshard.layers.layer import built_arrays
 from jshard.layers.linen import check_nothing_looks_like_parameters, has_params, is_callable_tree, trees_of_parameters
 from jshard.layers.partition import Input, Microbatches, Program
+from jshard.layers.partition.pieces import Pieces
 from jshard.layers.partition.planner import whole
 from jshard.layers.pipeline.numbered import PipelinedPieces
 from jshard.layers.pipeline.stacked import Pipelined
@@ -167,14 +168,14 @@ class Call:
             )
         present = configuration()
         by_schedule = present is not None and present.pipeline is not None
-        if self.program.pieces is not None and not by_schedule:
+        if self.program.is_in_pieces and not by_schedule:
             stage = self.program.stage
             assert stage is not None
             raise JShardError(
                 f"{stage.signal} is on a stage, and a batch in microbatches goes through stages by a schedule",
                 hint=f"write jshard: {{pipeline: {{axis: {stage.mesh_axis}}}, train: {{microbatches: 4}}}}",
             )
-        by_pieces = _pipelined_pieces if self.program.pieces is not None else _pipelined
+        by_pieces = _pipelined_pieces if self.program.is_in_pieces else _pipelined
         run = (by_pieces if by_schedule else _microbatches)(self.program, parameters, variables, batch).run
         xs = self.operands(self.placed(every=True))
         rows = [x for name in self.given if name in batches for x in jax.tree.leaves(batches[name]) if _is_array(x)]
@@ -336,7 +337,8 @@ def _traced(f: Callable[..., Any], s: _Situation) -> tuple[Program, _Out]:
     jaxpr, out.consts = closed_over(jaxpr)
     inputs += [Input(_given(np.shape(x), _layout(x, s.mesh), ())) for x in out.consts]
     program = Program(s.mesh, jaxpr, inputs, returns_to=out.written.returns_to)
-    out.compiled, out.rows, out.number = jax.jit(program), row, str(next(_numbers))
+    out.compiled = jax.jit(Pieces(program) if program.is_in_pieces else program)
+    out.rows, out.number = row, str(next(_numbers))
     _programs[out.number] = program
     _recent.append(program)
     return program, out

@@ -17,7 +17,7 @@ import jshard
 from jshard.errors import JShardError
 from jshard.layers import attention, ring_attention
 from jshard.layers import ring as on_device
-from jshard.layers.partition.part import Part
+from jshard.layers.partition.value import Value
 from jshard.programs.jaxprs import equations
 from tests.support import cases
 
@@ -243,8 +243,8 @@ def test_a_ring_costs_its_formula(how, forward, backward):
     ],
 )
 def test_heads_stay_split_where_each_device_has_the_keys_of_its_own(heads, key_heads, count, split):
-    q = Part((2, 16, 24, 4), ((), ("ring",), heads, ()))
-    k = Part((2, 16, count, 4), ((), (), key_heads, ()))
+    q = Value((2, 16, 24, 4), ((), ("ring",), heads, ()), jnp.float32)
+    k = Value((2, 16, count, 4), ((), (), key_heads, ()), jnp.float32)
     found = ring_attention._split(q, k, {"kv": 4, "group": 2, "ring": 2})
     assert (found.places, (found.heads, found.key_heads)) == (("ring",), split)
 

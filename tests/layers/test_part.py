@@ -16,8 +16,8 @@ from jax import lax
 import jshard
 from jshard.kernels import select_algorithm
 from jshard.layers import partition
-from jshard.layers.partition import part
-from jshard.layers.partition.value import Parameter, Value
+from jshard.layers.partition import part, value
+from jshard.layers.partition.value import Parameter, Unplaced, Value
 from jshard.layouts.layout import Layout
 from jshard.programs.jaxprs import equations
 from jshard.signals.claims import Claim
@@ -220,13 +220,24 @@ KINDS_OF = {  # what is said of a parameter, whether it rests in parts; whether 
 def test_a_part_is_gathered_ahead_and_again_where_that_is_said(case):
     words, is_stored, *expected = KINDS_OF[case]
     signal = jshard.load({"jshard": {"mesh": SIZES}, "a": {**words, "match": ["**"]}}).signals["a"]
-    one = part.Part((8, 8), ((), ()), X, rest=(D, ()) if is_stored else None, signal=signal)
-    assert [one.prefetches, one.regathers] == expected
+    one, value = part.Here((8, 8), ((), ()), X, signal=signal), Value((8, 8), ((), ()), X.dtype, signal=signal)
+    one, value = (each.stored((D, ())) if is_stored else each for each in (one, value))
+    assert [one.prefetches, one.regathers] == [value.prefetches, value.regathers] == expected
     assert not one.renewed(x=X.astype(int)).prefetches and not dataclasses.replace(one, signal=None).prefetches
     undecided = Parameter("w", Claim(signal, "**"), (8, 8), SIZES, [None, None])
-    value = Value((8, 8), ((), ()), X.dtype, signal, (D, ()) if is_stored else None)
-    assert value.prefetches == one.prefetches
-    assert not dataclasses.replace(value, parameter=undecided).prefetches
+    assert not Unplaced((8, 8), ((), ()), X.dtype, undecided, (0, 1), signal=signal).prefetches
+
+
+def test_an_array_has_at_most_8_fields_whatever_it_is():
+    classes = [each for room in (part, value) for each in vars(room).values() if each.__class__ is type]
+    own = [
+        each
+        for each in classes
+        if dataclasses.is_dataclass(each) and each.__module__ in (part.__name__, value.__name__)
+    ]
+    assert {part.Here, part.Deferred, part.Stored, Value, Unplaced} < {*own}
+    counts = {each.__name__: len(dataclasses.fields(each)) for each in own}
+    assert {name: count for name, count in counts.items() if count > 8} == {}
 
 
 def test_what_varies_already_is_itself(mesh):
@@ -234,7 +245,7 @@ def test_what_varies_already_is_itself(mesh):
     found = []
 
     def body(x):
-        one = part.Part((8, 8), (D, ()), x)
+        one = part.Here((8, 8), (D, ()), x)
         other = one.varying(over, by_hand)
         found[:] = [
             one.varying(none, by_hand) is one,
@@ -284,7 +295,7 @@ def test_of_what_varies_each_device_takes_its_part(mesh):
     by_hand, on = lambda _: part.moving_as(), mesh(**SIZES)
 
     def body(x):
-        return part.Part((8, 8), ((), ()), lax.pcast(x, T, to="varying")).local((T, ()), frozenset(), by_hand)
+        return part.Here((8, 8), ((), ()), lax.pcast(x, T, to="varying")).local((T, ()), frozenset(), by_hand)
 
     cut = jax.jit(jax.shard_map(body, mesh=on, out_specs=jax.P("tensor")))(X)
     np.testing.assert_array_equal(cut, X)

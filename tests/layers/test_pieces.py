@@ -544,4 +544,4 @@ def test_on_its_stage_a_parameter_rests_as_all_but_the_stages_split_it(mesh):
     assert program.in_axes[:2] == [(("stage",), ("tensor",)), (("data", "stage"), ("tensor",))]
     parts = [program.part_of_stage(number, w) for number in (0, 1)]
     assert [part.axes for part in parts] == [((), ("tensor",))] * 2
-    assert [part.rest for part in parts] == [None, (("data",), ("tensor",))]
+    assert [part.lies for part in parts] == [((), ("tensor",)), (("data",), ("tensor",))]

@@ -11,6 +11,7 @@ from jax import lax
 import jshard
 from jshard.errors import JShardError
 from jshard.layers import partition
+from jshard.layers.partition.pieces import Pieces
 from jshard.signals.claims import Claim, Stage
 from tests.support.partitioned import built
 
@@ -61,8 +62,9 @@ def test_a_stack_over_all_stages_beside_a_numbered_stage_is_a_sentence(mesh):
     signals = staged({"all": {"stage": "equal"}, "one": {"stage": 0}, "a": {"row": "data"}})
     stages = Stage("stage", signals["all"]), Stage("stage", signals["one"], 0)
     ways = [*(Claim(signals["a"], "**", stage) for stage in stages), (("data",), ())]
+    program, _ = built(mesh(stage=2, data=4), looped, [WS, X, X], ways)
     with pytest.raises(JShardError) as error:
-        built(mesh(stage=2, data=4), looped, [WS, X, X], ways)
+        Pieces(program)
     assert str(error.value) == (
         'signal "all" (<dict>) says stage: equal (<dict>), and signal "one" (<dict>) says stage: 0 (<dict>); give each signal the '
         "number of its stage, or let one stack be split equally"
@@ -83,14 +85,14 @@ def test_it_is_known_what_one_product_alone_reads(mesh, case):
     program, _ = built(
         mesh(data=2), f, [X, X], [{"row": "data", "store": {"parameters": "data", "keep": True}}, (("data",), ())]
     )
-    assert program.multiplied_once == [expected, case in ("a product", "two products")]
+    assert program.reader == ["dot_general" * is_read for is_read in (expected, case in ("a product", "two products"))]
 
 
 def test_of_layers_on_stages_no_product_gathers_again(mesh):
     signals = staged({"all": {"stage": "equal"}, "a": {"row": "data", "store": "data"}})
     claim = Claim(signals["a"], "**", Stage("stage", signals["all"]))
     program, _ = built(mesh(stage=2, data=4), looped, [WS, X, X], [claim, ((), ()), (("data",), ())])
-    assert program.multiplied_once == [False] * 3
+    assert program.reader == [""] * 3
 
 
 def test_how_results_are_split_is_planned_without_a_trace(mesh, monkeypatch):

@@ -14,7 +14,7 @@ import jshard
 from jshard.layers.partition.planner import Planner
 from jshard.layers.partition.run import Run
 from jshard.layers.partition.unreduced import Ran, unreduced
-from jshard.layers.partition.value import Value
+from jshard.layers.partition.value import Later, Value
 
 MOVES = ("all_gather", "all_to_all", "permute", "reduce_scatter")
 ROWS = np.random.default_rng(0).normal(size=(8, 16, 16)).astype(np.float32)
@@ -204,13 +204,13 @@ def part(size, *axes, dtype=np.float32, **more):
 
 
 def number(size):
-    return Value((size,), ((),), np.dtype(np.float32), recipe=lambda axes, names: None)
+    return Later((size,), ((),), np.dtype(np.float32), lambda axes, names: None)
 
 
 SIZES, OVER = {"data": 2, "tensor": 4}, frozenset({"tensor"})
 BESIDE = {  # what is made of two rows and of these costs 8 numbers, where both vary
     "a parameter, summed over rows anyway": [part(4)],
-    "a stored parameter": [part(2, rest=(("data",),))],
+    "a stored parameter": [part(2).stored((("data",),))],
     "what is made of numbers": [part(4), number(9)],
     "integers": [part(4), part(9, dtype=np.int32)],
 }

@@ -11,12 +11,12 @@ from jax import Array, lax
 from jax.extend.core import Var
 
 from jshard.errors import JShardError
-from jshard.layers.partition.part import Part
+from jshard.layers.partition.part import Here, Part, filled, here_of
 from jshard.layers.partition.plan import Plan, Step
 from jshard.layers.partition.planner import Planned, Planner, PlanRule, number, traced_whole
 from jshard.layers.partition.prefetch import is_smooth, padded, smooth
 from jshard.layers.partition.run import Rule, Run
-from jshard.layers.partition.value import Value
+from jshard.layers.partition.value import Value, values_of
 from jshard.layers.remat import recomputed
 from jshard.layouts.primitives import ELEMENTWISE
 from jshard.programs.jaxprs import CALLS, Eqn, OpenJaxpr, Tree, bare, called, equations, part_of, variables
@@ -30,7 +30,7 @@ TANGENTS = "tangents"
 def _plan_anew(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     made, inside = plan.program(eqn.params["jaxpr"], [plan.array(value).inside() for value in values])
     with plan.ending(inside):
-        return [plan.force(value).outside() for value in made], Step(inside=(inside,))
+        return [plan.force(value).renewed() for value in made], Step(inside=(inside,))
 
 
 def _plan_cond(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
@@ -38,7 +38,7 @@ def _plan_cond(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     index, *given = [plan.force(value) for value in values]
     plans, axes = [], None
     for branch in eqn.params["branches"]:
-        made, inside = plan.program(branch, [value.outside() for value in given])
+        made, inside = plan.program(branch, [value.renewed() for value in given])
         with plan.ending(inside):
             made = [plan.force(value) for value in made]
             axes = axes or [value.axes for value in made]
@@ -47,8 +47,7 @@ def _plan_cond(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
         plans.append(inside)
     if eqn.params.get("branches_platforms") is None:
         plan.need(index, ())
-    results = zip(eqn.outvars, axes or (), strict=True)
-    return [Value(tuple(v.aval.shape), a, v.aval.dtype) for v, a in results], Step(inside=tuple(plans))
+    return values_of(eqn.outvars, axes or ()), Step(inside=tuple(plans))
 
 
 def _plan_own_derivative(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
@@ -57,16 +56,11 @@ def _plan_own_derivative(plan: Planner, eqn: Eqn, values: list[Value]) -> Planne
     primitives = {each.primitive.name for each in equations(called(eqn))}
     by_tangents = not primitives - ELEMENTWISE - CALLS.keys() and len(shapes) <= 1
     pairs = list(zip(values, eqn.invars, strict=True))
-    values = [plan.force(value).outside() if isinstance(atom, Var) else value for value, atom in pairs]
+    values = [plan.force(value).renewed() if isinstance(atom, Var) else value for value, atom in pairs]
     made, inside = plan.program(called(eqn), values)
     how = TANGENTS if by_tangents else ""  # what moves an operand can't be transposed, as a rule for tangents is
     with plan.ending(inside):
-        return [plan.force(value).outside() for value in made], Step(how, inside=(inside,))
-
-
-def _plan_dropped(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
-    """A placement in the model's own code: the configuration says how arrays lie."""
-    return list(values), Step()
+        return [plan.force(value).renewed() for value in made], Step(how, inside=(inside,))
 
 
 def _plan_refused(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
@@ -78,43 +72,39 @@ def _plan_refused(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
 # -- runs --
 
 
-def _checkpoint(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _checkpoint(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     how = {"prevent_cse": eqn.params["prevent_cse"], "policy": eqn.params["policy"]}
     return _anew(run, eqn, parts, step, lambda body: jax.checkpoint(body, **how))
 
 
-def _regathered(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _regathered(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     return _anew(run, eqn, parts, step, lambda body: recomputed(body, "", regather=True))
 
 
-def _anew(run: Run, eqn: Eqn, parts: list[Part], step: Step, wrapped: Callable[[Any], Any]) -> list[Part]:
-    parts, found = [run.array(part, step.claim) for part in parts], list[Part]()
+def _anew(run: Run, eqn: Eqn, parts: list[Part], step: Step, wrapped: Callable[[Any], Any]) -> Sequence[Part]:
+    arrays, found = [run.array(part, step.claim) for part in parts], list[Here]()
 
     def body(*xs: Array) -> list[Array]:
-        made = run.run(
-            eqn.params["jaxpr"], [part.inside(x=x) for part, x in zip(parts, xs, strict=True)], step.inside[0]
-        )
+        inner = [part.inside(x=x) for part, x in zip(arrays, xs, strict=True)]
+        made = run.run(eqn.params["jaxpr"], inner, step.inside[0])
         found[:] = [run.force(part, step.claim_behind) for part in made]
         return [part.x for part in found]
 
-    return _results(wrapped(body), parts, found)
+    return _results(wrapped(body), arrays, found)
 
 
-def _results(body: Callable[..., list[Array]], parts: Sequence[Part], found: list[Part]) -> list[Part]:
+def _results(body: Callable[..., list[Array]], parts: Sequence[Here], found: list[Here]) -> Sequence[Part]:
     """Run a body and record in `found` the layout of its results."""
     outs = body(*(part.x for part in parts))
-    return [part.outside(x=x) for part, x in zip(found, outs, strict=True)]
+    return filled(found, outs)
 
 
-def _cond(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _cond(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     index, *given = [run.force(part, step.claim) for part in parts]
 
     def branch(jaxpr: OpenJaxpr, plan: Plan) -> Callable[..., list[Array]]:
         def body(*xs: Array) -> list[Array]:
-            made = [
-                run.force(p, step.claim_behind)
-                for p in run.run(jaxpr, [part.outside(x=x) for part, x in zip(given, xs, strict=True)], plan)
-            ]
+            made = [run.force(part, step.claim_behind) for part in run.run(jaxpr, filled(given, xs), plan)]
             return run.lying(made, step.results, step.claim_behind)
 
         return body
@@ -126,7 +116,7 @@ def _cond(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
     else:  # of the others no program may be made here
         named = {name: body for names, body in zip(by_platform, bodies, strict=True) for name in names or ["default"]}
         outs = lax.platform_dependent(*xs, **named)
-    return [Part(tuple(v.aval.shape), a, x) for v, a, x in zip(eqn.outvars, step.results, outs, strict=True)]
+    return here_of(eqn.outvars, step.results, outs)
 
 
 def alone(eqn: Eqn) -> Callable[..., list[Any]]:
@@ -135,63 +125,61 @@ def alone(eqn: Eqn) -> Callable[..., list[Any]]:
     return lambda *xs: jax_core.eval_jaxpr(jaxpr, [], *xs)
 
 
-def _described(parts: Sequence[Part]) -> list[Any]:
+def _described(parts: Sequence[Here]) -> list[Any]:
     return [jax.ShapeDtypeStruct(part.shape, part.x.dtype) for part in parts]
 
 
 def _own_call(
     run: Run, eqn: Eqn, parts: Sequence[Part], step: Step
-) -> tuple[list[Part], list[Part], Callable[..., list[Array]]]:
+) -> tuple[list[Here], list[Here], Callable[..., list[Array]]]:
     """Return the non-literal operands of a function with its own derivative, its run on them, and the layout of the
     results."""
     pairs = zip(parts, eqn.invars, strict=True)
-    parts = [run.force(part, step.claim) for part, atom in pairs if isinstance(atom, Var)]
-    found = list[Part]()
+    own = [run.force(part, step.claim) for part, atom in pairs if isinstance(atom, Var)]
+    found = list[Here]()
 
     def call(*xs: Array) -> list[Array]:
-        it = iter([part.outside(x=x) for part, x in zip(parts, xs, strict=True)])
-        args = [next(it) if isinstance(a, Var) else run.literal(a) for a in eqn.invars]
+        it = iter(filled(own, xs))
+        args = [next(it) if isinstance(a, Var) else run.constant(a.val, a.aval.dtype) for a in eqn.invars]
         found[:] = [run.force(part, step.claim_behind) for part in run.run(called(eqn), args, step.inside[0])]
         return [part.x for part in found]
 
-    return parts, found, call
+    return own, found, call
 
 
-def _custom_jvp(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _custom_jvp(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     """The derivative is the function's own, run on parts as well."""
     if step.how != TANGENTS:
         return _custom_vjp(run, eqn, parts, step)
-    parts, found, own = _own_call(run, eqn, parts, step)
-    whole_call, given, count, claim = alone(eqn), _described(parts), len(eqn.outvars), step.claim
+    arrays, found, own = _own_call(run, eqn, parts, step)
+    whole_call, given, count, claim = alone(eqn), _described(arrays), len(eqn.outvars), step.claim
 
     def both(*xs: Tree) -> Any:
-        primals = list(xs[: len(parts)])
-        out, out_t = jax.jvp(whole_call, primals, padded(xs[len(parts) :], primals))
+        primals = list(xs[: len(arrays)])
+        out, out_t = jax.jvp(whole_call, primals, padded(xs[len(arrays) :], primals))
         return [*out, *smooth(out_t)]
 
     call = jax.custom_jvp(own)
 
     @call.defjvp
     def _rule(primals: Tree, tangents: Tree) -> Any:
-        some = [Part(part.shape, part.axes, t) for part, t in zip(parts, tangents, strict=True) if is_smooth(part.x)]
+        some = [Here(part.shape, part.axes, t) for part, t in zip(arrays, tangents, strict=True) if is_smooth(part.x)]
         jaxpr = traced_whole(both, [*given, *smooth(given)])
-        results = run.planned(
-            jaxpr, [*(part.outside(x=x) for part, x in zip(parts, primals, strict=True)), *some], claim
-        )
+        results = run.planned(jaxpr, [*filled(arrays, primals), *some], claim)
         found[:] = outs = [run.force(part, claim) for part in results[:count]]
         xs = [part.x for part in outs]
         return xs, padded(run.lying(results[count:], [p.axes for p in outs if is_smooth(p.x)], claim), xs)
 
-    return _results(call, parts, found)
+    return _results(call, arrays, found)
 
 
-def _custom_vjp(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _custom_vjp(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     """The two halves of the function's own derivative, each run on parts."""
-    parts, found, own = _own_call(run, eqn, parts, step)
-    for part in parts:
-        if part.asked is not None:
-            part.asked.add(frozenset())  # its gradient is whole: bwd sums it
-    whole_call, given, kept, claim = alone(eqn), _described(parts), list[Part](), step.claim
+    arrays, found, own = _own_call(run, eqn, parts, step)
+    for part in arrays:
+        if part.uses.asked is not None:
+            part.uses.asked.add(frozenset())  # its gradient is whole: bwd sums it
+    whole_call, given, kept, claim = alone(eqn), _described(arrays), list[Here](), step.claim
     tree: Any = None
 
     def half(*xs: Tree) -> Any:
@@ -203,30 +191,24 @@ def _custom_vjp(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]
     call = jax.custom_vjp(own)
 
     def fwd(*xs: Array) -> Any:
-        made = run.planned(
-            traced_whole(half, given), [part.outside(x=x) for part, x in zip(parts, xs, strict=True)], claim
-        )
+        made = run.planned(traced_whole(half, given), filled(arrays, xs), claim)
         results = [run.force(part, claim) for part in made]
         found[:], kept[:] = results[: len(eqn.outvars)], results[len(eqn.outvars) :]
         return [part.x for part in found], [part.x for part in kept]
 
     def bwd(residuals: Any, cotangents: Tree) -> Any:
-        ends, residual_parts = _described(found), [part.outside(x=x) for part, x in zip(kept, residuals, strict=True)]
+        ends, residual_parts = _described(found), filled(kept, residuals)
 
         def other_half(*xs: Tree) -> Any:
             return smooth(jax.tree.unflatten(tree, xs[: len(kept)])(padded(xs[len(kept) :], ends)))
 
-        some = [Part(p.shape, p.axes, ct) for p, ct in zip(found, cotangents, strict=True) if is_smooth(p.x)]
+        some = [Here(p.shape, p.axes, ct) for p, ct in zip(found, cotangents, strict=True) if is_smooth(p.x)]
         jaxpr = traced_whole(other_half, [*_described(kept), *_described(some)])
         after = iter(run.planned(jaxpr, [*residual_parts, *some], claim))
-        return tuple(run.place(next(after), part.axes, claim).x if is_smooth(part.x) else None for part in parts)
+        return tuple(run.place(next(after), part.axes, claim).x if is_smooth(part.x) else None for part in arrays)
 
     call.defvjp(fwd, bwd)
-    return _results(call, parts, found)
-
-
-def _dropped(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
-    return list(parts)
+    return _results(call, arrays, found)
 
 
 def own_devices(line: str, name: str) -> JShardError:
@@ -237,17 +219,19 @@ def own_devices(line: str, name: str) -> JShardError:
     )
 
 
+# of the model's own: the configuration says how arrays lie
+PLACEMENTS = ("sharding_constraint", "reshard", "mesh_cast")
 OWN_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 PLANS: dict[str, PlanRule] = {
     **dict.fromkeys(("checkpoint", "remat2", "remat", "regathered"), _plan_anew),
-    **dict.fromkeys(("sharding_constraint", "reshard", "mesh_cast"), _plan_dropped),
+    **dict.fromkeys(PLACEMENTS, lambda plan, eqn, values: ([*values], Step())),
     **dict.fromkeys(("shard_map", "pallas_call"), _plan_refused),
     **dict.fromkeys(OWN_DERIVATIVES, _plan_own_derivative),
     "cond": _plan_cond,
 }  # fmt: skip
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("checkpoint", "remat2", "remat"), _checkpoint),
-    **dict.fromkeys(("sharding_constraint", "reshard", "mesh_cast"), _dropped),
+    **dict.fromkeys(PLACEMENTS, lambda run, eqn, parts, step: parts),
     "cond": _cond, "custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp,
     "custom_vjp_call_jaxpr": _custom_vjp, "regathered": _regathered,
 }  # fmt: skip

@@ -16,11 +16,11 @@ from jax import Array, lax
 from jshard.kernels.collectives import axis_index, permute
 from jshard.layers.partition.choice import choose, ways
 from jshard.layers.partition.local_sizes import ranges_of
-from jshard.layers.partition.part import Part
-from jshard.layers.partition.plan import Names, Step
+from jshard.layers.partition.part import Deferred, Here, Part
+from jshard.layers.partition.plan import Names, Step, key_of
 from jshard.layers.partition.planner import Planned, Planner, PlanRule, known, traced_whole
 from jshard.layers.partition.run import Rule, Run
-from jshard.layers.partition.value import Value
+from jshard.layers.partition.value import Later, Value
 from jshard.layouts.redistribution import Axes, Move
 from jshard.programs.jaxprs import Eqn
 from jshard.programs.provenance import scope
@@ -111,7 +111,7 @@ def _plan_cut(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
         if 2 * max(map(len, ranges)) * (devices if moves else 1) > value.shape[axis]:  # a sum has more on the wire
             return plan.by_table(eqn, values)
         look = lambda x: _looked_up(eqn, x, axis, ranges)
-        body = plan.once(eqn, lambda: traced_whole(look, [eqn.invars[0].aval]))
+        body = plan.once(key_of(eqn), lambda: traced_whole(look, [eqn.invars[0].aval]))
         results, inside = plan.program(body, values)
         return results, Step(body=body, inside=(inside,))
 
@@ -123,14 +123,12 @@ def _plan_cut(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
 
         def recipe(axes: Axes, others: Names) -> None:
             plan.need(value, value.axes, others)
-            plan.need(Value(shape, value.axes, dtype, value.signal), axes, others)
+            plan.need(Value(shape, value.axes, dtype, signal=value.signal), axes, others)
 
-        return Value(shape, value.axes, dtype, value.signal, recipe=recipe)
+        return Later(shape, value.axes, dtype, recipe, signal=value.signal)
 
-    key = eqn.primitive, str(eqn.params)  # an array is cut once for all its uses, and its gradients joined once
-    if key not in value.pieces:
-        value.pieces[key] = [piece(variable) for variable in eqn.outvars]
-    return value.pieces[key], Step(CUT)
+    key = value, eqn.primitive, str(eqn.params)  # an array is cut once for all its uses, and its gradients joined once
+    return plan.once(key, lambda: [piece(variable) for variable in eqn.outvars]), Step(CUT)
 
 
 def _split(eqn: Eqn, x: Part | Value) -> tuple[int, list[range]] | None:
@@ -139,7 +137,7 @@ def _split(eqn: Eqn, x: Part | Value) -> tuple[int, list[range]] | None:
     return split[0] if len(split) == 1 else None
 
 
-def _cut(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _cut(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     (part,), split = parts, _split(eqn, parts[0])
     if step.how != CUT or split is None:
         return run.by_table(eqn, parts, step)
@@ -159,16 +157,17 @@ def _cut(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
 
     def piece(number: int, variable: Any) -> Part:
         shape = tuple(variable.aval.shape)
-        there = lambda others: Part(shape, part.axes, pieces(others)[number], signal=part.signal)
+        there = lambda others: Here(shape, part.axes, pieces(others)[number], signal=part.signal)
         if part.signal is None:
             return there(frozenset())
         make = lambda axes, others, moving: there(others).local(axes, others, moving)
-        return Part(shape, part.axes, make=make, signal=part.signal)
+        return Deferred(shape, part.axes, make, signal=part.signal)
 
     key = eqn.primitive, str(eqn.params)  # an array is cut once for all its uses, and its gradients joined once
-    if key not in part.cache:
-        part.cache[key] = [piece(number, variable) for number, variable in enumerate(eqn.outvars)]
-    return part.cache[key]
+    made = part.uses.parts
+    if key not in made:
+        made[key] = [piece(number, variable) for number, variable in enumerate(eqn.outvars)]
+    return made[key]
 
 
 def _as_it_lies(eqn: Eqn, x: Array, axes: Axes) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,23 +14,22 @@ from jax.lax import GatherScatterMode
 
 from jshard.layers.partition.choice import choose, local_size, moved_over, ways
 from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape
-from jshard.layers.partition.part import Moving, Part, moving_as, names_of
-from jshard.layers.partition.plan import PUT_OFF, Names, Step
+from jshard.layers.partition.part import Here, Moving, Part, Stored, moving_as
+from jshard.layers.partition.plan import PUT_OFF, Step, key_of, names_of, without
 from jshard.layers.partition.planner import Planned, Planner, PlanRule, known, traced_whole
-from jshard.layers.partition.product import scatters, settle, sum_or_scatter
+from jshard.layers.partition.product import scatters, settle, sum_or_scatter, summed
 from jshard.layers.partition.run import Rule, Run, shape_of
 from jshard.layers.partition.shape import first
-from jshard.layers.partition.value import Value
+from jshard.layers.partition.value import Resting, Value
 from jshard.layouts.axes import Factors
 from jshard.layouts.primitives import LOOKUP, SCATTERS
-from jshard.layouts.redistribution import Axes
 from jshard.programs.jaxprs import Eqn, OpenJaxpr, entry, makers
 
 WHERE_IT_RESTS = "where the table rests"
 
 
 def _plan_gather(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
-    by_place = plan.once(eqn, lambda: _by_place(plan.jaxpr, eqn))
+    by_place = plan.once(key_of(eqn), lambda: _by_place(plan.jaxpr, eqn))
     if by_place is not None:
         results, inside = plan.program(by_place, values)
         return results, Step(body=by_place, inside=(inside,))
@@ -54,7 +53,7 @@ def _plan_at_rest(plan: Planner, eqn: Eqn, values: list[Value], found: Factors, 
     word, and send the answers to their rows. Return None if gathering the table takes fewer bytes, or another use
     gathers it anyway."""
     table, indices = values
-    if table.rest is None or not table.is_only_looked_up:
+    if not isinstance(table, Resting) or table.reader != "gather":
         return None
     over = [tuple(name for name in rest if name not in use) for rest, use in zip(table.rest, table.axes, strict=True)]
     names = frozenset(name for some in over for name in some)
@@ -64,12 +63,12 @@ def _plan_at_rest(plan: Planner, eqn: Eqn, values: list[Value], found: Factors, 
         return None
     if math.prod(local_shape(shape_of(eqn), answers, plan.sizes)) >= local_size(table, plan.sizes):
         return None
-    every = _without(indices.axes, names)
+    every = without(indices.axes, names)
     own = plan.place(indices, indices.axes)
     plan.have(own, every)
-    at_rest = Value(table.shape, table.rest, table.dtype, table.signal, variable=table.variable)
+    at_rest = Value(table.shape, table.rest, table.dtype, signal=table.signal, uses=table.uses.anew())
     (here,), step = _plan_gather(plan, eqn, [at_rest, Value(indices.shape, every, indices.dtype)])
-    others = _without(here.axes, names)
+    others = without(here.axes, names)
     target = tuple((*want, *(n for n in have if n not in want)) for want, have in zip(answers, others, strict=True))
     plan.have(here, target)
     return [Value(here.shape, target, here.dtype)], dataclasses.replace(step, how=WHERE_IT_RESTS)
@@ -86,10 +85,6 @@ def _moved_over(plan: Planner, eqn: Eqn, values: list[Value], found: Factors, ch
     return moved if is_small and names.issubset(name for some in moved.values() for name in some) else choice
 
 
-def _without(axes: Axes, names: Names) -> Axes:
-    return tuple(tuple(name for name in some if name not in names) for some in axes)
-
-
 def _names(found: Factors, choice: Choice) -> tuple[str, ...]:
     """Return the mesh axes of the table along the axis of the lookup."""
     looked_up = _looked_up(found)
@@ -97,7 +92,7 @@ def _names(found: Factors, choice: Choice) -> tuple[str, ...]:
     return tuple(name for factor in each if factor in looked_up for name in choice.get(factor, ()))
 
 
-def _gather(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _gather(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     if step.how == WHERE_IT_RESTS:
         return [_where_it_rests(run, eqn, parts, step)]
     if step.how == PUT_OFF:
@@ -123,21 +118,21 @@ def _gather(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
     out = jnp.where(lax.broadcast_in_dim(here, out.shape, at), out, beside)
     axes = list(axes_of(found.results[0], step.choice))
     out = sum_or_scatter(run, out, axes, names, step, parts[0].signal)
-    return [Part(shape_of(eqn), tuple(axes), out)]
+    return [Here(shape_of(eqn), tuple(axes), out)]
 
 
 def _where_it_rests(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Part:
     """Look up the rows of all devices where the table rests, and send the answers to where their rows are."""
     table, indices = parts
-    assert table.rest is not None
+    assert isinstance(table, Stored)
     names = names_of(table.rest) - names_of(table.axes)
     by_store: Moving = lambda _: moving_as(key="store")
-    own, every = run.place(indices, indices.axes, step.claim), _without(indices.axes, names)
-    indices = Part(indices.shape, every, own.local(every, frozenset(), by_store))
-    at_rest = Part(table.shape, table.rest, table.x, signal=table.signal)
+    own, every = run.place(indices, indices.axes, step.claim), without(indices.axes, names)
+    indices = Here(indices.shape, every, own.local(every, frozenset(), by_store))
+    at_rest = Here(table.shape, table.rest, table.x, signal=table.signal)
     (here,) = _gather(run, eqn, [at_rest, indices], dataclasses.replace(step, how=""))
     (target,) = step.results
-    return Part(here.shape, target, here.local(target, frozenset(), by_store))
+    return Here(here.shape, target, here.local(target, frozenset(), by_store))
 
 
 def _looked_up(found: Factors) -> set[int]:
@@ -222,10 +217,10 @@ def _plan_scatter(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     found = known(eqn)
     choice = choose(found, values, plan.sizes)
     # a table written to by places that are split is written whole: only sums of what each device writes can be joined
-    for factor in (*_looked_up(found), *(() if _adds(eqn) else _sums(found))):
+    for factor in (*_looked_up(found), *(() if _adds(eqn) else summed(found, choice))):
         choice.pop(factor, None)
     plan.placed(values, found, choice)
-    if any(factor in choice for factor in _sums(found)):
+    if summed(found, choice):
         plan.need(values[0], axes_of(found.results[0], choice))
     return plan.results(eqn, found, choice), Step(choice=choice)
 
@@ -234,20 +229,16 @@ def _adds(eqn: Eqn) -> bool:
     return eqn.primitive.name[len("scatter_") :] in ("add", "sub")
 
 
-def _sums(found: Factors) -> list[int]:
-    return [factor for factor, kind in enumerate(found.kinds) if kind == "sum"]
-
-
-def _scatter(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _scatter(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     found = known(eqn)
     table, indices, updates = run.placed(parts, found, step)
-    names = tuple(name for factor in _sums(found) for name in step.choice.get(factor, ()))
+    names = tuple(name for factor in summed(found, step.choice) for name in step.choice[factor])
     if not names:
         return run.results(eqn, run.bind(eqn, [table, indices, updates]), found, step)
     (mine,) = run.bind(eqn, [jnp.zeros_like(table), indices, updates])
     axes = axes_of(found.results[0], step.choice)
     table = run.local(parts[0], axes, step.claim)
-    return [Part(shape_of(eqn), axes, table + run.reduce(mine, names, "sum", step.claim))]
+    return [Here(shape_of(eqn), axes, table + run.reduce(mine, names, "sum", step.claim))]
 
 
 PLANS: dict[str, PlanRule] = {"gather": _plan_gather, **dict.fromkeys(SCATTERS, _plan_scatter)}

@@ -15,14 +15,14 @@ from jax import Array, lax
 
 from jshard.errors import JShardError
 from jshard.layers.partition.halves import zeros_like_result
-from jshard.layers.partition.part import Part, vary
+from jshard.layers.partition.part import Here, Part, Stored, here_of, vary
 from jshard.layers.partition.plan import Names, Plan, Remat, Step, names_of
 from jshard.layers.partition.planner import Planned, Planner, PlanRule
 from jshard.layers.partition.prefetch import scan_ahead
 from jshard.layers.partition.readers import is_one_turn
 from jshard.layers.partition.run import Rule, Run, SomeLayers
 from jshard.layers.partition.stages import in_turn
-from jshard.layers.partition.value import Value, need_before, needs_of_turns
+from jshard.layers.partition.value import Unplaced, Value, need_before, needs_of_turns, values_of
 from jshard.layers.remat import CHUNK, recomputed
 from jshard.layouts.redistribution import Axes
 from jshard.programs.jaxprs import CHECKPOINTS, Eqn, Tree, holds, scanned
@@ -45,14 +45,14 @@ def _plan_scan(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     lead = () if plan.stage is None or eqn.params["reverse"] else (plan.stage.mesh_axis,)
     lead = lead if any(value.axes[0] == lead for value in over) else ()
     over = [_plan_led_by(plan, value, lead) for value in over]
-    consts = [value.outside() for value in consts] if lead else consts
+    consts = [value.renewed() for value in consts] if lead else consts
     for value in over:
-        if value.is_undecided and value.parameter is not None and value.of[0] is not None:
-            value.parameter.roles[value.of[0]] = "scan"
+        if isinstance(value, Unplaced) and value.is_undecided:
+            value.scan(0)
 
     def body(axes: list[Axes]) -> tuple[list[Value], Plan]:
-        state = [Value(value.shape, a, value.dtype) for value, a in zip(carry, axes, strict=True)]
-        made, inside = plan.program(jaxpr, [*(v.inside() for v in consts), *state, *(v.one_turn() for v in over)])
+        state, each = values_of(eqn.outvars[:carried], axes), [value.one_turn() for value in over]
+        made, inside = plan.program(jaxpr, [*(value.inside() for value in consts), *state, *each])
         with plan.ending(inside):
             made[carried:] = [plan.force(value) for value in made[carried:]]
             for value, a in zip(made, axes, strict=False):
@@ -60,13 +60,11 @@ def _plan_scan(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
         return made, inside
 
     axes, made, inside = _settled([plan.force(value).axes for value in carry], consts, body)
-    before = tuple(tuple(needs_of_turns(value.within)) for value in consts)
+    before = tuple(tuple(needs_of_turns(value.uses.within)) for value in consts)
     _plan_before(plan, consts)
     for value, a in zip(carry, axes, strict=True):
         plan.need(value, a)
-    results = [Value(value.shape, a, value.dtype) for value, a in zip(carry, axes, strict=True)]
-    for variable, value in zip(eqn.outvars[carried:], made[carried:], strict=True):
-        results.append(Value(tuple(variable.aval.shape), (lead, *value.axes), value.dtype))
+    results = values_of(eqn.outvars, [*axes, *((lead, *value.axes) for value in made[carried:])])
     ahead = any(value.prefetches for value in over)
     if ahead:
         _check_ahead(eqn, next(value.signal for value in over if value.prefetches))
@@ -118,15 +116,12 @@ def _plan_one_turn(plan: Planner, eqn: Eqn, given: Sequence[Value], over: Sequen
     made, inside = plan.program(eqn.params["jaxpr"], [*given, *each])
     _, carried = scanned(eqn)
     with plan.ending(inside):
-        left = [plan.force(value) for value in made[carried:]]
-    pairs = zip(eqn.outvars[carried:], left, strict=True)
-    stacked = [Value(tuple(v.aval.shape), ((), *value.axes), value.dtype) for v, value in pairs]
-    return [*made[:carried], *stacked], Step(ONE_TURN, inside=(inside,))
+        left = [((), *plan.force(value).axes) for value in made[carried:]]
+    return [*made[:carried], *values_of(eqn.outvars[carried:], left)], Step(ONE_TURN, inside=(inside,))
 
 
 def _plan_led_by(plan: Planner, value: Value, lead: tuple[str, ...]) -> Value:
-    lies = value.axes if value.rest is None else value.rest
-    return value if lies[0] == lead else plan.place(value, (lead, *value.axes[1:]))
+    return value if value.lies[0] == lead else plan.place(value, (lead, *value.axes[1:]))
 
 
 def _settled(
@@ -140,7 +135,7 @@ def _settled(
             return axes, made, inside
         axes = after
         for value in consts:
-            value.within.clear()
+            value.uses.within.clear()
     return axes, *body(axes)
 
 
@@ -150,7 +145,7 @@ def _plan_before(plan: Planner, values: Sequence[Value]) -> None:
     def need(value: Value, axes: Axes, names: Names) -> None:
         plan.need(value, axes, names)
         once = plan.brought[-1]
-        for inside in value.all_within():
+        for inside in value.uses.all_within():
             each = inside.needed.get((axes, names), once)
             each.before = each.before if each is once else once
 
@@ -173,14 +168,12 @@ def _plan_while(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
                 plan.need(value, a)
         return made, inside
 
-    def state(axes: list[Axes]) -> list[Value]:
-        return [Value(value.shape, a, value.dtype) for value, a in zip(carry, axes, strict=True)]
-
+    state = functools.partial(values_of, eqn.outvars)
     axes, _, inside = _settled([plan.force(value).axes for value in carry], consts, body)
     _plan_before(plan, consts)
     for value, a in zip(carry, axes, strict=True):
         plan.need(value, a)
-    (found,), test = plan.program(asked["cond_jaxpr"], [*(value.outside() for value in test_consts), *state(axes)])
+    (found,), test = plan.program(asked["cond_jaxpr"], [*(value.renewed() for value in test_consts), *state(axes)])
     with plan.ending(test):
         plan.need(found, ())
     return state(axes), Step(inside=(test, inside), carried=tuple(axes))
@@ -189,17 +182,17 @@ def _plan_while(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
 # -- runs --
 
 
-def _is_as_planned(consts: Sequence[Part], others: Sequence[tuple[Part, Array]]) -> bool:
+def _is_as_planned(consts: Sequence[Here], others: Sequence[tuple[Here, Array]]) -> bool:
     """Whether a turn needs what its loop closes over as planned: nothing varies over more mesh axes than that does."""
-    varying = lambda part, x: jax.typeof(x).mat.varying - names_of(part.axes if part.rest is None else part.rest)
+    varying = lambda part, x: jax.typeof(x).mat.varying - names_of(part.lies)
     beyond = frozenset().union(*(varying(part, part.x) for part in consts), *(varying(*each) for each in others))
     return all(beyond <= part.beyond for part in consts)
 
 
-def _before(run: Run, parts: Sequence[Part], step: Step, *, is_planned: bool) -> None:
+def _before(run: Run, parts: Sequence[Here], step: Step, *, is_planned: bool) -> None:
     """Gather, cut and mark before a loop what each of its turns would: as planned, or as a trace of a turn has."""
 
-    def need(part: Part, axes: Axes, names: Names) -> None:
+    def need(part: Here, axes: Axes, names: Names) -> None:
         with contextlib.nullcontext() if part.signal is None else scope(claim=part.signal.name):
             run.local(part, axes, step.claim_behind, names)
 
@@ -209,26 +202,26 @@ def _before(run: Run, parts: Sequence[Part], step: Step, *, is_planned: bool) ->
     need_before(parts, need)
 
 
-def _scan(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _scan(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     asked, jaxpr, axes, lead = eqn.params, eqn.params["jaxpr"], step.carried, step.lead
     count, carried = scanned(eqn)
-    parts = [run.array(part, step.claim) for part in parts]
-    consts, carry, over = parts[:count], parts[count : count + carried], parts[count + carried :]
+    arrays = [run.array(part, step.claim) for part in parts]
+    consts, carry, over = arrays[:count], arrays[count : count + carried], arrays[count + carried :]
     if step.how == ONE_TURN:
         return _one_turn(run, eqn, [*consts, *carry], over, step)
     over = [_led_by(run, part, lead, step) for part in over]
     if lead:  # else gradients would be summed over stages where one stage is at work
-        consts = [part.outside(x=vary(part.x, frozenset(lead))) for part in consts]
-    made: list[Part] = []
-    inner: list[Part] = []
+        consts = [part.renewed(x=vary(part.x, frozenset(lead))) for part in consts]
+    inner: list[Here] = []
+    left: list[Here] = []  # behind each turn
 
     def turn(carries: Sequence[Array], each: Sequence[Any], given: Sequence[Array]) -> tuple[Any, Any]:
         inner[:] = [part.inside(x=x) for part, x in zip(consts, given, strict=True)]
-        inner.extend(Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True))
-        inner.extend(x if isinstance(x, Part) else part.one_turn(x=x) for part, x in zip(over, each, strict=True))
-        made[:] = run.run(jaxpr, inner, step.inside[0])
-        made[carried:] = [run.force(part, step.claim_behind) for part in made[carried:]]
-        return run.lying(made[:carried], axes, step.claim_behind), [part.x for part in made[carried:]]
+        inner.extend(here_of(eqn.outvars[:carried], axes, carries))
+        inner.extend(x if isinstance(x, Here) else part.one_turn(x=x) for part, x in zip(over, each, strict=True))
+        made = run.run(jaxpr, inner, step.inside[0])
+        left[:] = [run.force(part, step.claim_behind) for part in made[carried:]]
+        return run.lying(made[:carried], axes, step.claim_behind), [part.x for part in left]
 
     start, given = run.lying(carry, axes, step.claim), [part.x for part in consts]
     others = [*zip(carry, start, strict=True), *((part, part.x) for part in over)]
@@ -256,19 +249,17 @@ def _scan(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
             last = [run.reduce(x, lead, "sum", step.claim_behind) for x in last]
     else:
         last, ys = layers(start)
-    assert all({*inside.needs} <= {*part.needs} for part, inside in zip(consts, inner, strict=False)), (eqn, step)
-    results = [Part(part.shape, a, x) for part, a, x in zip(carry, axes, last, strict=True)]
-    shapes = [tuple(variable.aval.shape) for variable in eqn.outvars[carried:]]
-    return results + [Part(s, (lead, *p.axes), y) for s, p, y in zip(shapes, made[carried:], ys, strict=True)]
+    assert all({*inn.uses.needed} <= {*c.uses.needed} for c, inn in zip(consts, inner, strict=False)), (eqn, step)
+    return here_of(eqn.outvars, [*axes, *((lead, *part.axes) for part in left)], [*last, *ys])
 
 
-def _one_turn(run: Run, eqn: Eqn, given: Sequence[Part], over: Sequence[Part], step: Step) -> list[Part]:
+def _one_turn(run: Run, eqn: Eqn, given: Sequence[Here], over: Sequence[Here], step: Step) -> list[Part]:
     each = [part.one_turn(x=lax.squeeze(part.x, (0,))) for part in (_led_by(run, part, (), step) for part in over)]
     made = run.run(eqn.params["jaxpr"], [*given, *each], step.inside[0])
     _, carried = scanned(eqn)
-    shapes = [tuple(variable.aval.shape) for variable in eqn.outvars[carried:]]
-    left = zip(shapes, [run.force(part, step.claim_behind) for part in made[carried:]], strict=True)
-    return [*made[:carried], *(Part(shape, ((), *part.axes), part.x[None]) for shape, part in left)]
+    left = [run.force(part, step.claim_behind) for part in made[carried:]]
+    stacked = here_of(eqn.outvars[carried:], (((), *part.axes) for part in left), (part.x[None] for part in left))
+    return [*made[:carried], *stacked]
 
 
 def _first_of(
@@ -290,19 +281,20 @@ def _first_of(
 def _ahead(
     eqn: Eqn,
     length: int,
-    over: Sequence[Part],
-    seen: Sequence[Part],
+    over: Sequence[Here],
+    seen: Sequence[Here],
     layer: Callable[..., Any],
     carry: list[Array],
     remat: Remat,
 ) -> tuple[list[Array], list[Array]]:
     """Run a loop with each layer gathered a turn ahead. `seen` are the shards of a traced layer: they list its
     gathers."""
-    ahead = {at: list(seen[at].gathers()) for at, part in enumerate(over) if part.prefetches}
+    ahead = {at: list(turn.gathers()) for at, turn in enumerate(seen) if isinstance(turn, Stored) and turn.prefetches}
     others = [at for at in range(len(over)) if at not in ahead]
 
     def gather(at: int, path: Any, steps: Any, x: Any) -> Any:
         part = over[at].one_turn(x=x)
+        assert isinstance(part, Stored)
         with contextlib.nullcontext() if part.signal is None else scope(claim=part.signal.name):
             return part.follow(path).gather(steps)
 
@@ -317,42 +309,37 @@ def _ahead(
             # the dtype alone is read, and no use can gather it once more
             parts[at] = over[at].one_turn(x=jax.ShapeDtypeStruct((), over[at].x.dtype))
             for path, steps in uses:
-                parts[at].follow(path).gathered[steps] = next(it)
+                parts[at].follow(path).uses.gathered[steps] = next(it)
         return layer(carries, [parts[at] for at in range(len(over))])
 
     shards, each = [over[at].x for at in ahead], [over[at].x for at in others]
     return scan_ahead(
         one, gathers, carry, shards, each, length=length, reverse=eqn.params["reverse"],
-        travels=any(over[at].rest is not None for at in ahead), remat="" if remat == CHUNK else remat,
+        travels=any(over[at].is_stored for at in ahead), remat="" if remat == CHUNK else remat,
     )  # fmt: skip
 
 
-def _led_by(run: Run, part: Part, lead: tuple[str, ...], step: Step) -> Part:
+def _led_by(run: Run, part: Here, lead: tuple[str, ...], step: Step) -> Here:
     """Return the layouts of scanned operands: the scanned axis is whole, or split over stages, also of a stored
     parameter."""
-    lies = part.axes if part.rest is None else part.rest
-    return part if lies[0] == lead else run.place(part, (lead, *part.axes[1:]), step.claim)
+    return part if part.lies[0] == lead else run.place(part, (lead, *part.axes[1:]), step.claim)
 
 
-def _while(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
-    asked, axes, parts = eqn.params, step.carried, [run.array(part, step.claim) for part in parts]
+def _while(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
+    asked, axes, arrays = eqn.params, step.carried, [run.array(part, step.claim) for part in parts]
     of_test, of_body = asked["cond_nconsts"], asked["body_nconsts"]
-    test_consts, consts, carry = parts[:of_test], parts[of_test : of_test + of_body], parts[of_test + of_body :]
+    test_consts, consts, carry = arrays[:of_test], arrays[of_test : of_test + of_body], arrays[of_test + of_body :]
     of_test_plan, of_body_plan = step.inside
 
-    def state(carries: Sequence[Array]) -> list[Part]:
-        return [Part(part.shape, a, x) for part, a, x in zip(carry, axes, carries, strict=True)]
+    state = functools.partial(here_of, eqn.outvars, axes)
 
     def body(carries: Sequence[Array], given: Sequence[Any]) -> list[Array]:
-        made = run.run(
-            asked["body_jaxpr"],
-            [*(part.inside(x=x) for part, x in zip(consts, given, strict=True)), *state(carries)],
-            of_body_plan,
-        )
+        inner = [part.inside(x=x) for part, x in zip(consts, given, strict=True)]
+        made = run.run(asked["body_jaxpr"], [*inner, *state(carries)], of_body_plan)
         return run.lying(made, axes, step.claim_behind)
 
     def test(carries: Sequence[Array]) -> Array:
-        given = [*(part.outside() for part in test_consts), *state(carries)]
+        given = [*(part.renewed() for part in test_consts), *state(carries)]
         (found,) = run.run(asked["cond_jaxpr"], given, of_test_plan)
         return run.place(found, (), step.claim_behind).x
 

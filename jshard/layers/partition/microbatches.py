@@ -56,9 +56,8 @@ class Microbatches:
         marked, mesh = self.marked, self.program.mesh
         specs = [Layout(mesh, *axes).spec for axes in self._in_axes]
         out = PartitionSpec(), [specs[n] for n in self.parameters], [specs[n] for n in self.variables]
-        return jax.shard_map(functools.partial(self._body, marked), mesh=mesh, in_specs=tuple(specs), out_specs=out)(
-            *xs
-        )
+        body = functools.partial(self._body, marked)
+        return jax.shard_map(body, mesh=mesh, in_specs=tuple(specs), out_specs=out)(*xs)
 
     def _body(self, marked: Sequence[Names], *xs: Array) -> tuple[Array, list[Array], list[Array]]:
         parameters = [vary(xs[n], names) for n, names in zip(self.parameters, marked, strict=True)]
@@ -93,17 +92,15 @@ class Microbatches:
         """Return a microbatch's loss and variables."""
         program, run, parts = self.program, self.program.running(), self.program.parts(xs)
         for number, uses in zip(self.parameters, asked or [set() for _ in self.parameters], strict=True):
-            parts[number].asked = uses
+            parts[number].uses.asked = uses
         value, *state = run.run(program.jaxpr, parts, program.plan)
-        place = lambda part, axes: run.place(part, axes, program.claim_behind).x
-        kept = [place(part, program.in_axes[n]) for part, n in zip(state, self.variables, strict=True)]
-        return place(value, whole(len(value.shape))), kept
+        kept = run.lying(state, [program.in_axes[n] for n in self.variables], program.claim_behind)
+        return run.local(value, whole(len(value.shape)), program.claim_behind), kept
 
     def _summed(self, number: int, gradient: Array) -> Array:
         claim, at_rest = self.program.inputs[number].claim, names_of(self.program.in_axes[number])
-        names = tuple(
-            name for name in self.program.mesh.axis_names if name in jax.typeof(gradient).mat.varying - at_rest
-        )
+        varying = jax.typeof(gradient).mat.varying - at_rest
+        names = tuple(name for name in self.program.mesh.axis_names if name in varying)
         if not names:
             return gradient
         signal = None if claim is None else claim.signal

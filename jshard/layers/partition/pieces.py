@@ -13,11 +13,12 @@ from jax import Array, lax
 
 from jshard.errors import JShardError
 from jshard.layers.partition.halves import zeros_like_result
-from jshard.layers.partition.part import Part, vary
+from jshard.layers.partition.part import Here, Part, here_of, vary
 from jshard.layers.partition.plan import names_of
+from jshard.layers.partition.program import Program
 from jshard.programs.jaxprs import Piece, Tree, cut, is_in, level, variables
 from jshard.programs.provenance import scope
-from jshard.signals.active_config import configuration
+from jshard.signals.active_config import configuration, mesh_to_choose_for
 from jshard.signals.claims import Claim, Stage
 from jshard.signals.signal import Signal
 
@@ -31,13 +32,14 @@ class Pieces:
     another sends its gradient back. Each piece computes for itself the values without a parameter of a stage.
     """
 
-    def __init__(self, program: Any, sizes: int):  # a Program, which makes these
-        jaxpr, self.program = program.jaxpr, program
+    def __init__(self, program: Program):
+        jaxpr, first, self.program = program.jaxpr, program.stage, program
+        assert first is not None
+        sizes = mesh_to_choose_for().shape[first.mesh_axis]
         claims = {n: each.claim for n, each in enumerate(program.inputs) if each.claim is not None and each.claim.stage}
         self.claims: dict[int, Claim] = claims
-        first: Stage = program.stage
         self.mesh_axis, self.by = first.mesh_axis, first.by
-        self.stage_of = {n: self._checked(claim, sizes) for n, claim in claims.items()}
+        self.stage_of = {n: self._checked(claim, first, sizes) for n, claim in claims.items()}
         self.stages = sizes
         # where each of `packed` begins in its row
         self.places: dict[tuple[bool, int], tuple[Group, int, tuple[int, ...]]] = {}
@@ -98,8 +100,8 @@ class Pieces:
                     hint="give that signal a stage too: what is on one rests split over all",
                 )
 
-    def _checked(self, claim: Claim, sizes: int) -> int:
-        stage, other = claim.stage, self.program.stage
+    def _checked(self, claim: Claim, other: Stage, sizes: int) -> int:
+        stage = claim.stage
         assert stage is not None
         if stage.number is None:
             raise JShardError(
@@ -155,6 +157,9 @@ class Pieces:
     def ways(self) -> int:
         return self.program.mesh.shape[self.mesh_axis]
 
+    def __call__(self, *xs: Tree) -> list[Any]:
+        return self.program.call(self.run, xs)
+
     def run(self, xs: Sequence[Array]) -> list[Part]:
         """Return the results of the program: one piece after the other, while the other stages wait."""
         program, everywhere, staged = self.program, list(xs), frozenset({self.mesh_axis})
@@ -177,7 +182,7 @@ class Pieces:
         with scope(**by):
             claim = program.claim_behind
             summed = {v: run.reduce(x, (self.mesh_axis,), "sum", claim) for v, x in results.items()}
-        made = {v: Part(tuple(v.aval.shape), program.found[v], x) for v, x in summed.items()}
+        made = {v: Here(tuple(v.aval.shape), program.found[v], x) for v, x in summed.items()}
         return [made[v] if is_in(v, made) else next(free) for v in program.jaxpr.outvars]
 
     def _rows(self, own: dict[Group, Array], stage: int) -> dict[Group, Array]:
@@ -238,7 +243,8 @@ class Pieces:
         run = program.running()
         mine = [self._unpacked(own, backward, n) if n in self.packed else xs[n] for n in inputs]
         parts = [program.part_of_stage(n, x) for n, x in zip(inputs, mine, strict=True)]
-        parts += [Part(tuple(v.aval.shape), program.found[v], x) for v, x in zip(self.sent[number], given, strict=True)]
+        sent = self.sent[number]
+        parts += here_of(sent, (program.found[v] for v in sent), given)
         made, claim = run.run(jaxpr, parts, program.plan), program.claim_behind
         placed = [run.place(part, program.found[v], claim).x for v, part in zip(self.made[number], made, strict=True)]
         return [vary(x, frozenset({self.mesh_axis})) for x in placed]

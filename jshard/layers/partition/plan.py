@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 from jshard.layers.partition.fused import Fused
@@ -58,6 +58,7 @@ class Step:
     remat: Remat = ""  # what of a loop's turn is computed anew
     regather: bool = False  # whether the backward pass gathers again what a turn gathers
     scattered: tuple[str, ...] = ()  # mesh axes over which the sum of its result is scattered
+    once: int | None = None  # the operand of a product that nothing else reads, a stored parameter
     gathers: Signal | None = None  # whose `output` gathers the result
     claim: Signal | None = None  # the claim of the parameter used last
     claim_behind: Signal | None = None  # the same, when what is inside has run
@@ -75,6 +76,11 @@ END = "end"  # the key of a program's last step, which brings its results to whe
 
 def names_of(axes: Axes) -> Names:
     return frozenset(name for each in axes for name in each)
+
+
+def without(axes: Axes, names: Collection[str]) -> Axes:
+    """Return the axes, no longer split over these mesh axes."""
+    return tuple(tuple(name for name in each if name not in names) for each in axes)
 
 
 def key_of(eqn: Eqn) -> Hashable:

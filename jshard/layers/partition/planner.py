@@ -20,7 +20,7 @@ from jshard.layers.partition.fused import Fused, fused
 from jshard.layers.partition.local_sizes import Choice, axes_of
 from jshard.layers.partition.plan import AT_REST, CALL, DONE, END, PUT_OFF, WHOLE, Brought, Names, Step, Steps, key_of
 from jshard.layers.partition.unreduced import Ran
-from jshard.layers.partition.value import Lying, Value, claim_of
+from jshard.layers.partition.value import Later, Lying, Unplaced, Uses, Value, claim_of, values_of
 from jshard.layouts.axes import Factors, factors
 from jshard.layouts.primitives import ELEMENTWISE, unknown_parameters
 from jshard.layouts.redistribution import Axes
@@ -62,7 +62,7 @@ class Planner:
         self.gathered_behind: dict[Hashable, Signal] = {}  # additions of a bias: their results are gathered
         # by signal and mesh axis: "" where a sum is scattered as `sequence` asks, or why it is not
         self.scattered: dict[tuple[str, str], str] = {}
-        self.bodies: dict[Hashable, Any] = {}  # what is run in the place of equations
+        self.made: dict[Hashable, Any] = {}  # once: what is run in the place of equations, and pieces of arrays
         self.eqn: Eqn | None = None  # that is read now
         self.jaxpr: Any = None  # that it is in
         self.path: tuple[Hashable, ...] | None = ()  # the calls around it; None in what holds a program of its own
@@ -90,19 +90,17 @@ class Planner:
 
         given = [*(number(v.aval) for v in jaxpr.constvars), *values]
         self.found |= {v: value.axes for v, value in zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True)}
-        of_caller = [value.variable for value in given]
+        of_caller = [value.uses.variable for value in given]
         for variable, value in zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True):
-            value.variable = variable
+            value.uses.variable = variable
         ends = evaluate(jaxpr, given, step, lambda literal: number(literal.aval), known)
         for value, variable in zip(given, of_caller, strict=True):
-            value.variable = variable
+            value.uses.variable = variable
         self.jaxpr = outer
         return ends, plan
 
     def equation(self, eqn: Eqn, values: list[Value]) -> Planned:
         """Plan one equation."""
-        for value in values:
-            value.settle()
         self._use(eqn, values)
         claim, begin, outer, self.brought = self.nearest, len(self.needs), self.brought, []
         operands = tuple(value.axes for value in values)
@@ -115,7 +113,7 @@ class Planner:
         for variable, value in zip(eqn.outvars, results, strict=True):
             if value.is_put_off and value.signal is not None and not any(value.axes):
                 value.axes = self.wanted.get(variable, value.axes)
-            self.found[variable], value.variable = value.axes, variable
+            self.found[variable], value.uses.variable = value.axes, variable
         needs = [] if step.inside else self.needs[begin:]
         brought, self.brought = tuple(self.brought), outer
         return results, dataclasses.replace(
@@ -139,12 +137,11 @@ class Planner:
                 results = [self.force(value) for value in results] if is_folded else results
         return Step(CALL, inside=(inside,)), results
 
-    def once(self, eqn: Eqn, trace: Callable[[], Any]) -> Any:
-        """Trace what stands for an equation, once for all calls of the program that it is in."""
-        key = key_of(eqn)
-        if key not in self.bodies:
-            self.bodies[key] = trace()
-        return self.bodies[key]
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Make what stands for an equation, once for all calls of the program that it is in."""
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
 
     def _is_cut_behind(self, one: Fused, kernel: Value) -> bool:
         claim = kernel.signal
@@ -152,10 +149,11 @@ class Planner:
 
     def _fused(self, eqn: Eqn, one: Fused, values: list[Value]) -> tuple[dict[Any, Value], Step]:
         """Plan what a product that is cut behind it is rewritten as."""
-        for value in values:
-            value.settle()
         self._use(eqn, values)
-        claim, body = self.nearest, self.once(eqn, lambda: traced_whole(one.run, [atom.aval for atom in one.inputs]))
+        claim, body = (
+            self.nearest,
+            self.once(key_of(eqn), lambda: traced_whole(one.run, [atom.aval for atom in one.inputs])),
+        )
         with self._ran(eqn, values) as results:
             made, inside = self.program(body, values)
             results += made
@@ -165,6 +163,9 @@ class Planner:
 
     def _use(self, eqn: Eqn, values: Sequence[Value]) -> None:
         self.eqn = eqn
+        for value in values:
+            if isinstance(value, Unplaced):
+                value.settle()
         self.nearest = claim_of(values) or self.nearest
 
     @contextlib.contextmanager
@@ -197,11 +198,8 @@ class Planner:
         if found is None:
             return self._whole(eqn, values)
         # what is made of nothing but numbers and what was put off is put off too
-        if (
-            name in PUT_OFF_WITH
-            and any(v.is_put_off for v in values)
-            and all(v.is_put_off or not v.shape for v in values)
-        ):
+        any_is_put_off = name in PUT_OFF_WITH and any(value.is_put_off for value in values)
+        if any_is_put_off and all(value.is_put_off or not value.shape for value in values):
             return self.later(eqn, values, found)
         if name in STAYS and (still := self._parameter(eqn, values[0], found)):
             return still
@@ -216,17 +214,17 @@ class Planner:
         """Plan a parameter that is cast, which stays at rest, or shaped anew: put off, so that it is gathered and marked once
         for all its uses. None where it is no parameter."""
         name = eqn.primitive.name
-        if value.is_undecided:
+        if isinstance(value, Unplaced) and value.is_undecided:
             return self._still_undecided(eqn, value, found)
         if value.signal is not None and name == "convert_element_type":
             return [value.cast_by_program(eqn.params["new_dtype"])], Step(AT_REST)
         if value.signal is not None and name in CASTS:
-            return [value.at_rest(value.dtype, value.shape, range(len(value.shape)))], Step(AT_REST)
+            return [value.renewed()], Step(AT_REST)
         if name in CASTS or value.signal is None:
             return None
         return self.later(eqn, [value], found)
 
-    def _still_undecided(self, eqn: Eqn, value: Value, found: Factors) -> Planned | None:
+    def _still_undecided(self, eqn: Eqn, value: Unplaced, found: Factors) -> Planned | None:
         """Return a parameter in its new shape, or pieces of it. An axis that is cut is split by no word. None where axes are
         not the same axes any more."""
         was = {of: at for at, of in enumerate(found.operands[0]) if of}
@@ -244,10 +242,9 @@ class Planner:
                 continue
             if len(of) >= 2 or (value.shape[at] >= 2 and not value.shape[1:]):
                 return None
-            if value.parameter is not None and (axis := value.of[at]) is not None:
-                value.parameter.roles[axis] = "scan"
+            value.scan(at)
         made = zip(eqn.outvars, shapes, orders, strict=True)
-        return [value.at_rest(v.aval.dtype, shape, order) for v, shape, order in made], Step(AT_REST)
+        return [value.shaped(v.aval.dtype, shape, order) for v, shape, order in made], Step(AT_REST)
 
     def later(self, eqn: Eqn, values: Sequence[Value], found: Factors) -> Planned:
         """Put an operation off: it is done where a result of it is needed, as that needs it split. Of several arrays that all
@@ -265,13 +262,12 @@ class Planner:
 
             axes = axes_of(found.results[at], choice)
             made_of = sources if early[at] else math.prod(shape)
-            return Value(shape, axes, variable.aval.dtype, signal, recipe=recipe, made_of=made_of)
+            return Later(shape, axes, variable.aval.dtype, recipe, made_of, signal=signal)
 
         return [result(at, variable) for at, variable in enumerate(eqn.outvars)], Step(PUT_OFF)
 
     def results(self, eqn: Eqn, found: Factors, choice: Choice) -> list[Value]:
-        made = zip(eqn.outvars, found.results, strict=True)
-        return [Value(tuple(v.aval.shape), axes_of(of, choice), v.aval.dtype) for v, of in made]
+        return values_of(eqn.outvars, (axes_of(of, choice) for of in found.results))
 
     def _whole(self, eqn: Eqn, values: Sequence[Value]) -> Planned:
         """Plan what no rule is known for on whole arrays, where that moves nothing or the nearest claim allows it."""
@@ -320,34 +316,30 @@ class Planner:
         if value.uncast is not None and value.signal is not None:
             return self.have(value.summed_in(value.signal.dtype.reduce, value.dtype), axes, names)
         names = names.union(*axes)
-        if (axes, names) in value.needed:
-            self.brought.append(value.needed[axes, names])
+        if (axes, names) in value.uses.needed:
+            self.brought.append(value.uses.needed[axes, names])
             return None
         outer, self.brought = self.brought, []
-        if value.recipe is not None:
+        if isinstance(value, Later):
             value.recipe(axes, names)
-        elif value.is_undecided and value.parameter is not None:
-            word_of = {value.parameter.claim.signal.axes(word): word for word in ("reduction", "column")}
-            roles: list[str | None] = [None] * len(value.parameter.shape)
-            for at, split_by in zip(value.of, axes, strict=True):
-                if at is not None and split_by:
-                    roles[at] = word_of.get(split_by)
-            value.parameter.decide(roles, self.eqn)
-        value.settle()
-        value.needed[axes, names] = value.brought(axes, names, tuple(self.brought))
-        outer.append(value.needed[axes, names])
+        elif isinstance(value, Unplaced):
+            if value.is_undecided:
+                words = {value.parameter.claim.signal.axes(word): word for word in ("reduction", "column")}
+                value.decide([words.get(split_by) if split_by else None for split_by in axes], self.eqn)
+            value.settle()
+        value.uses.needed[axes, names] = value.brought(axes, names, tuple(self.brought))
+        outer.append(value.uses.needed[axes, names])
         self.brought = outer
         return None
 
     def force(self, value: Value) -> Value:
-        """The value itself: what was put off is made, and a stored parameter gathered."""
-        if not value.is_put_off and value.rest is None and not value.is_undecided:
-            return value
-        return self.place(value, value.axes)
+        """Return a value in use: what was put off is made, and a stored parameter gathered."""
+        is_in_use = not (value.is_put_off or value.is_stored or value.is_undecided)
+        return value if is_in_use else self.place(value, value.axes)
 
     def place(self, value: Value, axes: Axes) -> Value:
         self.need(value, axes)
-        return Value(value.shape, axes, value.dtype, variable=self.brought[-1])
+        return Value(value.shape, axes, value.dtype, uses=Uses(variable=self.brought[-1]))
 
     def array(self, value: Value) -> Value:
         """What can go into another program: an array. A stored parameter stays at rest, and is gathered where it is used."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,37 +15,31 @@ from jshard.kernels.gather_scatter import reduce_scatter
 from jshard.layers.partition.choice import choose
 from jshard.layers.partition.lazy_product import leaves_in_slices, product_scattered, product_scattered_first
 from jshard.layers.partition.local_sizes import Choice, axes_of, local_shape
-from jshard.layers.partition.part import Part, moving_as
-from jshard.layers.partition.plan import Step, key_of
+from jshard.layers.partition.part import Here, Part, moving_as
+from jshard.layers.partition.plan import Step, key_of, without
 from jshard.layers.partition.planner import Planned, Planner, PlanRule, known
 from jshard.layers.partition.prefetch import is_smooth
 from jshard.layers.partition.run import Rule, Run, shape_of
-from jshard.layers.partition.value import Value, claim_of
+from jshard.layers.partition.value import L, Unplaced, Value, claim_of
 from jshard.layouts.axes import Factors
 from jshard.layouts.primitives import FIXED, KEPT, LOOKUP
-from jshard.layouts.redistribution import Axes
 from jshard.programs.jaxprs import Eqn, OpenJaxpr, uses
 from jshard.programs.provenance import scope, source_of
 from jshard.signals.signal import Signal
-
-T = TypeVar("T", Part, Value)
 
 
 def settle(values: list[Value], found: Factors, eqn: Eqn) -> None:
     """Decide the layout of parameters at their first use: summed axes are `reduction`, kept ones `column`."""
     for number, value in enumerate(values):
-        if value.is_undecided and not value.is_put_off:
+        if isinstance(value, Unplaced) and value.is_undecided:
             others = {f for other, of in enumerate(found.operands) if other != number for each in of for f in each}
-            assert value.parameter is not None
-            roles: list[str | None] = [None] * len(value.parameter.shape)
-            for at, of in zip(value.of, found.operands[number], strict=True):
+            roles: list[str | None] = []
+            for of in found.operands[number]:
                 kinds = {found.kinds[factor] for factor in of}
-                if at is not None:
-                    kept = "batch" if others & set(of) else "column"
-                    is_kept = kinds.isdisjoint({"sum", LOOKUP, FIXED})
-                    roles[at] = "reduction" if kinds.isdisjoint({KEPT, FIXED}) else kept if is_kept else None
-            value.parameter.decide(roles, eqn)
-            value.settle()
+                kept = "batch" if others & set(of) else "column"
+                is_kept = kinds.isdisjoint({"sum", LOOKUP, FIXED})
+                roles.append("reduction" if kinds.isdisjoint({KEPT, FIXED}) else kept if is_kept else None)
+            value.decide(roles, eqn)
 
 
 # -- plans --
@@ -59,10 +53,12 @@ def _plan_product(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     plan.placed(_in_dtypes(eqn, values, _dtypes_of(eqn, claim)), found, choice)
     if eqn.primitive is not lax.dot_general_p:
         return plan.results(eqn, found, choice), Step(choice=choice)
+    once = next((at for at, value in enumerate(values) if value.regathers and value.reader == "dot_general"), None)
     shape, axes, scattered = shape_of(eqn), list(axes_of(found.results[0], choice)), list[str]()
-    for factor in _summed(found, choice):
+    for factor in summed(found, choice):
         scattered += scatters(plan, eqn, axes, choice[factor], claim)
-    result, step = Value(shape, tuple(axes), eqn.outvars[0].aval.dtype), Step(choice=choice, scattered=tuple(scattered))
+    result = Value(shape, tuple(axes), eqn.outvars[0].aval.dtype)
+    step = Step(choice=choice, scattered=tuple(scattered), once=once)
     if claim is None or claim.output != "gather":
         return [result], step
     if (addition := _of_bias(plan.jaxpr, eqn.outvars[0])) is not None:
@@ -90,7 +86,7 @@ def _of_bias(jaxpr: OpenJaxpr, product: Any) -> Any:
 
 
 def _whole_columns(plan: Planner, value: Value, claim: Signal) -> Value:
-    axes = _without_columns(value.axes, claim)
+    axes = without(value.axes, claim.column)
     plan.have(value, axes)
     return Value(value.shape, axes, value.dtype)
 
@@ -117,34 +113,30 @@ def scatters(
 # -- runs --
 
 
-def _dot_general(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _dot_general(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     found, claim = known(eqn), claim_of(parts)
     out = _product(run, eqn, parts, found, step, claim)
     axes = list(axes_of(found.results[0], step.choice))
-    for factor in _summed(found, step.choice):
+    for factor in summed(found, step.choice):
         out = sum_or_scatter(run, out, axes, step.choice[factor], step, claim)
-    result = Part(shape_of(eqn), tuple(axes), out.astype(eqn.outvars[0].aval.dtype))
+    result = Here(shape_of(eqn), tuple(axes), out.astype(eqn.outvars[0].aval.dtype))
     return [result if step.gathers is None else _gathered(result, step.gathers)]
 
 
-def _summed(found: Factors, choice: Choice) -> list[int]:
+def summed(found: Factors, choice: Choice) -> list[int]:
     """Return the factors summed over devices."""
     return [factor for factor, kind in enumerate(found.kinds) if kind == "sum" and factor in choice]
 
 
-def _add(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _add(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     results = run.by_table(eqn, parts, step)
     return results if step.gathers is None else [_gathered(each, step.gathers) for each in results]
 
 
-def _without_columns(axes: Axes, claim: Signal) -> Axes:
-    return tuple(tuple(name for name in names if name not in claim.column) for names in axes)
-
-
-def _gathered(part: Part, claim: Signal) -> Part:
+def _gathered(part: Part, claim: Signal) -> Here:
     """Gather columns, as `output: gather` asks."""
-    axes = _without_columns(part.axes, claim)
-    return Part(part.shape, axes, part.local(axes, frozenset(), lambda _: moving_as(claim.kernel, key="output")))
+    axes = without(part.axes, claim.column)
+    return Here(part.shape, axes, part.local(axes, frozenset(), lambda _: moving_as(claim.kernel, key="output")))
 
 
 def _dtypes_of(eqn: Eqn, claim: Signal | None) -> tuple[Any, Any] | None:
@@ -165,14 +157,14 @@ def _product(run: Run, eqn: Eqn, parts: list[Part], found: Factors, step: Step, 
     compute, wide = dtypes
     xs = run.placed(_in_dtypes(eqn, parts, dtypes), found, step)
     xs = [x.astype(compute) if is_smooth(atom.aval) else x for x, atom in zip(xs, eqn.invars, strict=True)]
-    out_dtype = jnp.dtype(wide if _summed(found, step.choice) else compute)
+    out_dtype = jnp.dtype(wide if summed(found, step.choice) else compute)
     # a convolution of another dtype than its operands has no gradient
     accumulated = out_dtype if eqn.primitive is lax.dot_general_p else compute
     (out,) = run.bind(eqn, xs, found, step.choice, preferred_element_type=accumulated)
     return out.astype(out_dtype)
 
 
-def _in_dtypes(eqn: Eqn, each: Sequence[T], dtypes: tuple[Any, Any] | None) -> list[T]:
+def _in_dtypes(eqn: Eqn, each: Sequence[L], dtypes: tuple[Any, Any] | None) -> list[L]:
     """Return the operands, except sizes of groups, in the dtype of their gradient sums."""
     if dtypes is None:
         return list(each)
@@ -187,10 +179,10 @@ def _multiplied(run: Run, eqn: Eqn, parts: list[Part], found: Factors, step: Ste
         return run.bind(eqn, xs, found, step.choice)[0]
 
     xs = run.placed(parts, found, step)
-    at = next((n for n, part in enumerate(parts) if part.is_multiplied_once and part.regathers), None)
-    if at is None:
+    if step.once is None:
         return product(*xs)
-    part, x, kernel = parts[at], xs[1 - at], lax.stop_gradient(xs[at])
+    at, part = step.once, run.array(parts[step.once], step.claim)
+    x, kernel = xs[1 - at], lax.stop_gradient(xs[at])
 
     def gather(shard: Array) -> Array:
         axes = axes_of(found.operands[at], step.choice)
@@ -220,7 +212,7 @@ def sum_or_scatter(
     return run.reduce(out, rest, "sum", step.claim, key="reduction" if claim is not None else "") if rest else out
 
 
-def _convolution(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _convolution(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     found = known(eqn)
     (result,) = run.results(eqn, [_product(run, eqn, parts, found, step, claim_of(parts))], found, step)
     result.x = result.x.astype(eqn.outvars[0].aval.dtype)

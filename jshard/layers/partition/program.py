@@ -6,11 +6,12 @@ from __future__ import annotations
 import dataclasses
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.core as jax_core
+from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard.errors import JShardError
@@ -18,15 +19,14 @@ from jshard.layers.partition import by_hand, calls, cut, lookup, loops, product,
 from jshard.layers.partition.choice import wanted
 from jshard.layers.partition.folding import folded
 from jshard.layers.partition.named import named
-from jshard.layers.partition.part import Part
-from jshard.layers.partition.pieces import Pieces
-from jshard.layers.partition.plan import Plan, with_marks, with_shared
+from jshard.layers.partition.part import Here, Part
+from jshard.layers.partition.plan import Plan, with_marks, with_shared, without
 from jshard.layers.partition.planner import Planner, whole
 from jshard.layers.partition.readers import readers
 from jshard.layers.partition.regather import regathering
 from jshard.layers.partition.run import Run, SomeLayers
 from jshard.layers.partition.unreduced import unreduced
-from jshard.layers.partition.value import Parameter, Value
+from jshard.layers.partition.value import Parameter, Unplaced, Value
 from jshard.layers.remat import CHUNK
 from jshard.layers.roles import Placed, Use, not_stored, parameter_layouts
 from jshard.layouts.layout import Layout
@@ -35,7 +35,7 @@ from jshard.layouts.redistribution import Axes
 from jshard.printing.units import size
 from jshard.programs.jaxprs import Jaxpr, OpenJaxpr, Tree, bare, equations
 from jshard.programs.provenance import source_of
-from jshard.signals.active_config import configuration, mesh_to_choose_for
+from jshard.signals.active_config import configuration
 from jshard.signals.claims import Claim
 from jshard.signals.signal import Signal
 
@@ -75,10 +75,10 @@ class Program:
         self.jaxpr: Any = jaxpr
         self.returns_to = returns_to  # by the number of a result: the number of the input whose layout it takes
         self.types = [v.aval for v in bare(jaxpr).invars]
-        self.only_looked_up = [{*each} == {"gather"} for each in readers(jaxpr)]
-        self.multiplied_once = [False] * len(inputs)  # and not gathered again
+        # of each input: the only primitive that reads it
+        self.reader = ["gather" if {*each} == {"gather"} else "" for each in readers(jaxpr)]
         self.use = [tuple(each.axes) for each in inputs]
-        self.rest: list[Axes | None] = [None] * len(inputs)
+        self.in_axes = [*self.use]  # how inputs have to lie: parameters as they rest
         self.placed: dict[str, Placed] = {}
         self.found: dict[Any, Axes] = {}  # how variables are split
         self.unruled: dict[str, int] = {}
@@ -87,18 +87,17 @@ class Program:
         self.out_axes: list[Axes] = []  # how results are split
         self.wanted = self._place()  # how variables will be needed
         if is_explicit(mesh) and self.stage is None:  # a pipeline cuts the program itself
-            self.jaxpr = regathering(jaxpr, [self._value(number).regathers for number in range(len(inputs))])
-            self.multiplied_once = [each == ["dot_general"] for each in readers(self.jaxpr)]
+            self.jaxpr = regathering(jaxpr, [value.regathers for value in self._values()])
+            for number, each in enumerate(readers(self.jaxpr)):
+                if each == ["dot_general"]:  # and what is gathered again is not
+                    self.reader[number] = "dot_general"
         present = configuration()
         if present is None or present.axis_types != "auto":
             self._plan()
-        self.pieces = None
-        if self.stage is not None and self.stage.number is not None:
-            self.pieces = Pieces(self, mesh_to_choose_for().shape[self.stage.mesh_axis])
 
     @property
-    def in_axes(self) -> list[Axes]:
-        return [use if rest is None else rest for use, rest in zip(self.use, self.rest, strict=True)]
+    def is_in_pieces(self) -> bool:
+        return self.stage is not None and self.stage.number is not None
 
     def _place(self) -> dict[Any, Axes]:
         """Find how parameters lie, and return how variables will be wanted."""
@@ -107,7 +106,7 @@ class Program:
         parameters = [None if i.claim is None else _parameter(t, i, i.claim, first.sizes) for t, i in pairs]
         values = [
             Value(t.shape, use, t.dtype) if p is None
-            else Value(t.shape, whole(t.ndim), t.dtype, p.claim.signal, parameter=p, of=tuple(range(t.ndim)))
+            else Unplaced(t.shape, whole(t.ndim), t.dtype, p, tuple(range(t.ndim)), signal=p.claim.signal)
             for t, use, p in zip(self.types, self.use, parameters, strict=True)
         ]  # fmt: skip
         first.program(self.jaxpr, values)
@@ -115,7 +114,7 @@ class Program:
         lie = parameter_layouts(each.use() for each in parameters if each is not None)
         for number, found in enumerate(parameters):
             if found is not None:
-                self.use[number], self.rest[number] = lie[found.path].in_use.axes, lie[found.path].at_rest.axes
+                self.use[number], self.in_axes[number] = lie[found.path].in_use.axes, lie[found.path].at_rest.axes
                 unscattered = first.unscattered(found.claim.signal)
                 self.placed[found.path] = Placed(found.use(), lie[found.path], found.told_by, unscattered)
         _check_remat([each.use for each in self.placed.values()], is_explicit(self.mesh))
@@ -144,18 +143,13 @@ class Program:
         """Plan the program as a stage runs it, with layers of some length; return the splits of variables there."""
         planner, stage = Planner(self.mesh, PLANS, wanted=self.wanted), self.stage
         assert stage is not None
-        without = lambda axes: tuple(tuple(name for name in names if name != stage.mesh_axis) for names in axes)
-        values = [self._value(number) for number in range(len(self.inputs))]
-        rest = [None if value.rest is None else without(value.rest) for value in values]
-        axes = [without(value.axes) for value in values]
-        values = [v.renewed(axes=a, rest=None if r == a else r) for v, a, r in zip(values, axes, rest, strict=True)]
-        _, plan = planner.program(self.jaxpr, values)
+        _, plan = planner.program(self.jaxpr, self._values({stage.mesh_axis}))
         return plan, planner.found
 
     def _plan(self) -> None:
         """Plan the run on parameters at rest; raise the error for operations without a rule."""
         planner = Planner(self.mesh, PLANS, wanted=self.wanted, stage=self.stage)
-        values = [self._value(number) for number in range(len(self.inputs))]
+        values = self._values()
         ends, plan = planner.program(self.jaxpr, values)
         with planner.ending(plan):
             ends = [planner.force(value) for value in ends]
@@ -167,10 +161,14 @@ class Program:
         self.plan = with_shared(self.jaxpr, with_marks(plan, marks) if marks else plan)
         self.unruled, self.found, self.claim_behind = planner.unruled, planner.found, planner.nearest
 
-    def _value(self, number: int) -> Value:
-        t, use, rest, claim = self.types[number], self.use[number], self.rest[number], self.inputs[number].claim
-        rest, signal = None if rest == use else rest, None if claim is None else claim.signal
-        return Value(t.shape, use, t.dtype, signal, rest, is_only_looked_up=self.only_looked_up[number])
+    def _values(self, stages: Collection[str] = ()) -> list[Value]:
+        """Return the inputs as they lie on all devices; or on one stage, without the mesh axis of `stages`."""
+        found, places = [], zip(self.types, self.inputs, self.use, self.in_axes, self.reader, strict=True)
+        for t, each, use, lies, reader in places:
+            use, lies = without(use, stages), without(lies, stages)
+            value = Value(t.shape, use, t.dtype, signal=None if each.claim is None else each.claim.signal)
+            found.append(value if lies == use else value.stored(lies, reader))
+        return found
 
     def _out_axes(self, number: int, found: Axes) -> Axes:
         """Return how a result is split: what replaces a parameter, or an array that is split, lies as that does."""
@@ -192,27 +190,26 @@ class Program:
         """A run over the program, or over some of it."""
         return Run(self.mesh, PLANS, RULES, {} if self.stage is None else self.stage.by, some_layers)
 
-    def parts(self, xs: Sequence[Any]) -> list[Part]:
+    def parts(self, xs: Sequence[Array]) -> list[Here]:
         """Return each device's shards of arrays in the layouts `in_axes`."""
         return [self.part(number, x) for number, x in enumerate(xs)]
 
-    def part(self, number: int, x: Any) -> Part:
-        value = self._value(number)
-        return Part(
-            value.shape, value.axes, x, rest=value.rest, signal=value.signal,
-            is_multiplied_once=self.multiplied_once[number],
-        )  # fmt: skip
+    def part(self, number: int, x: Array, stages: Collection[str] = ()) -> Here:
+        """Return what a device holds of an input; or a stage, of what lies split over the mesh axis of `stages`."""
+        claim, use, lies = self.inputs[number].claim, self.use[number], without(self.in_axes[number], stages)
+        part = Here(self.types[number].shape, use, x, signal=None if claim is None else claim.signal)
+        return part if lies == use else part.stored(lies)
 
-    def part_of_stage(self, number: int, x: Any) -> Part:
+    def part_of_stage(self, number: int, x: Array) -> Here:
         """Return an input as a stage has it, or as all have it."""
-        part, stage = self.part(number, x), self.stage
-        if part.rest is not None and stage is not None:
-            rest = tuple(tuple(name for name in names if name != stage.mesh_axis) for names in part.rest)
-            part.rest = None if rest == part.axes else rest
-        return part
+        return self.part(number, x, () if self.stage is None else {self.stage.mesh_axis})
 
     def __call__(self, *xs: Tree) -> list[Any]:
         """Run on arrays in the layouts `in_axes`."""
+        return self.call(lambda xs: self.running().run(self.jaxpr, self.parts(xs), self.plan), xs)
+
+    def call(self, ends: Callable[[Sequence[Array]], list[Part]], xs: Sequence[Any]) -> list[Any]:
+        """Return what `ends` makes of each device's shards of arrays in the layouts `in_axes`."""
         if not is_explicit(self.mesh):
             claims = [each.claim.signal if each.claim else None for each in self.inputs]
             outs = jax_core.eval_jaxpr(named(self.jaxpr, claims, self.mesh, self.found), [], *xs)
@@ -225,9 +222,7 @@ class Program:
         out_specs = [Layout(self.mesh, *axes).spec for axes in self.out_axes]
 
         def body(*xs: Tree) -> list[Any]:
-            run = self.running()
-            ends = run.run(self.jaxpr, self.parts(xs), self.plan) if self.pieces is None else self.pieces.run(xs)
-            return [run.place(p, axes, self.claim_behind).x for p, axes in zip(ends, self.out_axes, strict=True)]
+            return self.running().lying(ends(xs), self.out_axes, self.claim_behind)
 
         return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out_specs)(*xs)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -13,20 +13,21 @@ import jax.numpy as jnp
 from jax import Array
 from jax._src import source_info_util
 from jax.sharding import Mesh
+from jax.typing import ArrayLike, DTypeLike
 
 from jshard.kernels.all_reduction import all_reduce
 from jshard.kernels.invariant_cast import over_one_device
 from jshard.layers.gather import Kernels
 from jshard.layers.partition.choice import asked_of
 from jshard.layers.partition.local_sizes import Choice, axes_of, localized
-from jshard.layers.partition.part import Moving, Names, Part, vary
-from jshard.layers.partition.plan import AT_REST, CALL, DONE, PUT_OFF, SHARED, WHOLE, Plan, Step, key_of
+from jshard.layers.partition.part import Deferred, Here, Moving, Part, filled, here_of, moving_as, vary
+from jshard.layers.partition.plan import AT_REST, CALL, DONE, PUT_OFF, SHARED, WHOLE, Names, Plan, Step, key_of
 from jshard.layers.partition.planner import CASTS, Planner, PlanRule, known, sums_early, whole
 from jshard.layers.partition.value import Value, claim_of
 from jshard.layouts.axes import Factors
 from jshard.layouts.primitives import FIXED, KEPT, LOOKUP, unknown_parameters
 from jshard.layouts.redistribution import Axes, Move
-from jshard.programs.jaxprs import FOLDED, Eqn, bare, called, evaluate
+from jshard.programs.jaxprs import FOLDED, Eqn, Jaxpr, OpenJaxpr, bare, called, evaluate
 from jshard.programs.provenance import placed_in, scope
 from jshard.signals.signal import Signal
 
@@ -60,11 +61,11 @@ class Run:
 
     # -- a jaxpr --
 
-    def run(self, program: Any, args: Sequence[Part], plan: Plan) -> list[Part]:
+    def run(self, program: Jaxpr | OpenJaxpr, args: Sequence[Part], plan: Plan) -> list[Part]:
         """Run a jaxpr, closed or open, on parts of its arguments."""
         known, pieces = dict[Any, Part](), dict[Any, Part]()
 
-        def run(eqn: Eqn, parts: list[Part]) -> list[Any]:
+        def run(eqn: Eqn, parts: list[Part]) -> Sequence[Any]:
             step = plan[key_of(eqn)]
             if step.fused is not None:
                 made = self.equation(eqn, [known[atom] for atom in step.fused.inputs], step)
@@ -77,9 +78,10 @@ class Run:
             return results
 
         consts = map(self.constant, getattr(program, "consts", ()))
-        return evaluate(bare(program), [*consts, *args], run, self.literal, known)
+        literal = lambda atom: self.constant(atom.val, atom.aval.dtype)
+        return evaluate(bare(program), [*consts, *args], run, literal, known)
 
-    def equation(self, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+    def equation(self, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
         """Run one equation, under the user's line and scopes, and the nearest claim where no scope names a signal."""
         stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
         if step.claim is not None:
@@ -96,71 +98,66 @@ class Run:
             is_known = name in self.rules and not unknown_parameters(eqn)
             return self.rules[name](self, eqn, parts, step) if is_known else self.by_table(eqn, parts, step)
 
-    def _call(self, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+    def _call(self, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
         program, (inside,) = called(eqn), step.inside
         if eqn.primitive.name != FOLDED:
             return self.run(program, parts, inside)
-        parts = [self.array(part, step.claim) for part in parts]
-        if step.how == CALL or any(part.is_followed for part in parts):
-            return [self.force(part, step.claim_behind) for part in self.run(program, parts, inside)]
-        places = [part.outside(x=None) for part in parts]
+        arrays = [self.array(part, step.claim) for part in parts]
+        if step.how == CALL or any(part.is_followed for part in arrays):
+            return [self.force(part, step.claim_behind) for part in self.run(program, arrays, inside)]
+        places = filled(arrays, [None] * len(arrays))
 
         def layer(*xs: Array) -> list[Array]:
-            given = [place.outside(x=x) for place, x in zip(places, xs, strict=True)]
-            return [self.force(part, step.claim_behind).x for part in self.run(program, given, inside)]
+            made = self.run(program, filled(places, xs), inside)
+            return [self.force(part, step.claim_behind).x for part in made]
 
-        key = id(inside), tuple((p.shape, p.axes, p.rest, p.is_multiplied_once) for p in places)
+        key = id(inside), tuple((type(p), p.shape, p.axes, p.lies) for p in places)
         if key not in self.shared:
             self.shared[key] = jax.jit(layer)
-        outs = self.shared[key](*(part.x for part in parts))
-        return [Part(tuple(v.aval.shape), a, x) for v, a, x in zip(eqn.outvars, step.results, outs, strict=True)]
+        return here_of(eqn.outvars, step.results, self.shared[key](*(part.x for part in arrays)))
 
-    def planned(self, program: Any, parts: Sequence[Part], claim: Signal | None) -> list[Part]:
+    def planned(self, program: Jaxpr, parts: Sequence[Here], claim: Signal | None) -> list[Part]:
         """Plan a program that JAX has made now, the derivative of a function say, and run it."""
-        values = [Value(p.shape, p.axes, p.dtype, p.signal, p.rest) for p in parts]
+        values = [Value(p.shape, p.axes, p.dtype, signal=p.signal) for p in parts]
         _, plan = Planner(self.mesh, self.plans, nearest=claim).program(program, values)
         return self.run(program, parts, plan)
 
-    def literal(self, atom: Any) -> Part:
-        return self.constant(jnp.asarray(atom.val, atom.aval.dtype))
-
-    def constant(self, x: Any) -> Part:
-        x = jnp.asarray(x)
-        return Part(tuple(x.shape), whole(x.ndim), x)
+    def constant(self, x: ArrayLike, dtype: DTypeLike | None = None) -> Here:
+        x = jnp.asarray(x, dtype)
+        return Here(tuple(x.shape), whole(x.ndim), x)
 
     # -- an equation --
 
-    def by_table(self, eqn: Eqn, parts: Sequence[Part], step: Step) -> list[Part]:
+    def by_table(self, eqn: Eqn, parts: Sequence[Part], step: Step) -> Sequence[Part]:
         if step.how == WHOLE:
             outs = self.bind(eqn, [self.local(part, whole(len(part.shape)), step.claim) for part in parts])
-            return [
-                Part(tuple(v.aval.shape), whole(len(v.aval.shape)), x) for v, x in zip(eqn.outvars, outs, strict=True)
-            ]
+            return here_of(eqn.outvars, (whole(x.ndim) for x in outs), outs)
         if step.how == PUT_OFF:
             return self.later(eqn, parts, step)
         name = eqn.primitive.name
-        if step.how == AT_REST or (name in CASTS and parts[0].asked is not None):
+        if step.how == AT_REST or (name in CASTS and parts[0].uses.asked is not None):
+            part = self.array(parts[0], step.claim)
             if name == "convert_element_type":
-                return [parts[0].cast_by_program(eqn.params["new_dtype"])]
-            return [parts[0].renewed(x=self.bind(eqn, [parts[0].x])[0])]
+                return [part.cast_by_program(eqn.params["new_dtype"])]
+            return [part.renewed(x=self.bind(eqn, [part.x])[0])]
         found = known(eqn)
         return self.results(eqn, self.bind(eqn, self.placed(parts, found, step), found, step.choice), found, step)
 
-    def later(self, eqn: Eqn, parts: Sequence[Part], step: Step) -> list[Part]:
+    def later(self, eqn: Eqn, parts: Sequence[Part], step: Step) -> Sequence[Part]:
         """Put an operation off: it is done where a result of it is needed, as that needs it split."""
         found, signal, (early, count) = known(eqn), claim_of(parts), sums_early(eqn, parts)
 
-        def result(number: int) -> Part:
+        def result(number: int) -> Deferred:
             shape = tuple(eqn.outvars[number].aval.shape)
 
             def make(axes: Axes, names: Names, moving: Moving) -> Array:
                 choice = asked_of(found, number, axes, self.sizes)
                 xs = self.split(parts, found, choice, moving, names if early[number] else frozenset())
                 out = self.bind(eqn, xs, found, choice)[number]
-                return Part(shape, axes_of(found.results[number], choice), out).local(axes, names, moving)
+                return Here(shape, axes_of(found.results[number], choice), out).local(axes, names, moving)
 
             made_of = count if early[number] else math.prod(shape)
-            return Part(shape, step.results[number], make=make, signal=signal, made_of=made_of)
+            return Deferred(shape, step.results[number], make, made_of, signal=signal)
 
         return [result(number) for number in range(len(eqn.outvars))]
 
@@ -175,7 +172,7 @@ class Run:
         names = names.union(*choice.values(), *(part.beyond for part in parts))
         return [p.local(axes_of(of, choice), names, moving) for p, of in zip(parts, found.operands, strict=True)]
 
-    def results(self, eqn: Eqn, outs: Sequence[Array], found: Factors, step: Step) -> list[Part]:
+    def results(self, eqn: Eqn, outs: Sequence[Array], found: Factors, step: Step) -> list[Here]:
         """Reduce over devices what the table says, and say how the results are split."""
         results = []
         for number, (variable, out, of) in enumerate(zip(eqn.outvars, outs, found.results, strict=True)):
@@ -184,7 +181,7 @@ class Run:
                     kind = "sum"
                 if kind not in (KEPT, FIXED, LOOKUP) and factor in step.choice:
                     out = self.reduce(out, step.choice[factor], kind, step.claim)
-            results.append(Part(tuple(variable.aval.shape), axes_of(of, step.choice), out))
+            results.append(Here(tuple(variable.aval.shape), axes_of(of, step.choice), out))
         return results
 
     def reduce(self, x: Array, names: tuple[str, ...], kind: str, claim: Signal | None, key: str = "") -> Array:
@@ -201,35 +198,32 @@ class Run:
     def local(self, part: Part, axes: Axes, claim: Signal | None, names: Names = frozenset()) -> Array:
         return part.local(axes, names, self.moving(claim))
 
-    def force(self, part: Part, claim: Signal | None) -> Part:
-        """The part itself: what was put off is made, and a stored parameter gathered."""
-        return part if part.make is None and part.rest is None else self.place(part, part.axes, claim)
+    def force(self, part: Part, claim: Signal | None) -> Here:
+        """Return an array in use: what was put off is made, and a stored parameter gathered."""
+        if isinstance(part, Here) and not part.is_stored:
+            return part
+        return self.place(part, part.axes, claim)
 
-    def place(self, part: Part, axes: Axes, claim: Signal | None) -> Part:
-        return Part(part.shape, axes, self.local(part, axes, claim))
+    def place(self, part: Part, axes: Axes, claim: Signal | None) -> Here:
+        return Here(part.shape, axes, self.local(part, axes, claim))
 
-    def array(self, part: Part, claim: Signal | None) -> Part:
-        """What can go into another trace: an array. A stored parameter stays at rest, and is gathered where it is used."""
-        return part if part.make is None else self.force(part, claim)
+    def array(self, part: Part, claim: Signal | None) -> Here:
+        """Return an array, which can go into another trace. A stored parameter is gathered where it is used."""
+        return part if isinstance(part, Here) else self.force(part, claim)
 
     def lying(self, parts: Sequence[Part], axes: Sequence[Axes], claim: Signal | None) -> list[Array]:
         """Return arrays as they are split by `axes`."""
-        return [self.place(part, each, claim).x for part, each in zip(parts, axes, strict=True)]
+        return [self.local(part, each, claim) for part, each in zip(parts, axes, strict=True)]
 
     def moving(self, claim: Signal | None) -> Moving:
         """Say who asks for moves: `sequence` for what it has scattered, else the operation that can't take it as it is; and by
         which algorithms."""
+        kernels, scattered = ((), ()) if claim is None else (claim.kernel, claim.sequence)
 
-        @contextlib.contextmanager
-        def moving(steps: tuple[Move, ...]) -> Iterator[Kernels]:
-            kernels = () if claim is None else claim.kernel
-            scattered = () if claim is None else claim.sequence
+        def moving(steps: tuple[Move, ...]) -> AbstractContextManager[Kernels]:
             if scattered and all(s.kind == "slice" or s.mesh_axis in scattered for s in steps):
-                with scope(key="sequence"):
-                    yield kernels
-                return
-            with scope(reason="redistribute"):
-                yield kernels
+                return moving_as(kernels, key="sequence")
+            return moving_as(kernels, reason="redistribute")
 
         return moving
 
@@ -256,4 +250,4 @@ def shape_of(eqn: Eqn) -> tuple[int, ...]:
     return tuple(eqn.outvars[0].aval.shape)
 
 
-Rule = Callable[[Run, Eqn, list[Part], Step], list[Part]]
+Rule = Callable[[Run, Eqn, list[Part], Step], Sequence[Part]]

@@ -12,11 +12,11 @@ from jax import Array, lax
 from jax.extend.core import Literal
 
 from jshard.layers.partition.local_sizes import axes_of, local_shape
-from jshard.layers.partition.part import Moving, Part, vary
+from jshard.layers.partition.part import Deferred, Here, Moving, Part, vary
 from jshard.layers.partition.plan import PUT_OFF, Names, Step
 from jshard.layers.partition.planner import Planned, Planner, PlanRule, known, whole
 from jshard.layers.partition.run import Rule, Run, shape_of
-from jshard.layers.partition.value import Value
+from jshard.layers.partition.value import Later, Value
 from jshard.layers.reduce import ReductionBody
 from jshard.layouts.axes import REDUCTIONS
 from jshard.layouts.redistribution import Axes
@@ -36,19 +36,18 @@ def _plan_made(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
         for value in values:
             plan.need(value, whole(len(value.shape)))
 
-    return [Value(shape, whole(len(shape)), eqn.outvars[0].aval.dtype, recipe=recipe)], Step(PUT_OFF)
+    return [Later(shape, whole(len(shape)), eqn.outvars[0].aval.dtype, recipe)], Step(PUT_OFF)
 
 
-def _iota(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _iota(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     shape, dtype, along = shape_of(eqn), eqn.params["dtype"], eqn.params["dimension"]
 
     def make(axes: Axes, names: Names, moving: Moving) -> Array:
         local = local_shape(shape, axes, run.sizes)
-        return vary(
-            lax.broadcasted_iota(dtype, local, along) + first(axes[along], local[along], run.sizes, dtype), names
-        )
+        places = lax.broadcasted_iota(dtype, local, along)
+        return vary(places + first(axes[along], local[along], run.sizes, dtype), names)
 
-    return [Part(shape, whole(len(shape)), make=make)]
+    return [Deferred(shape, whole(len(shape)), make)]
 
 
 def first(names: tuple[str, ...], size: int, sizes: dict[str, int], dtype: Any) -> Any:
@@ -59,7 +58,7 @@ def first(names: tuple[str, ...], size: int, sizes: dict[str, int], dtype: Any) 
     return jnp.asarray(index * size, dtype)
 
 
-def _drawn(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _drawn(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     """Cut random bits from the bits of the whole array: the same numbers on every mesh."""
     shape = shape_of(eqn)
 
@@ -72,23 +71,23 @@ def _drawn(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
                 bits = lax.dynamic_slice_in_dim(bits, first(each, size, run.sizes, jnp.int32), size, axis)
         return bits
 
-    return [Part(shape, whole(len(shape)), make=make)]
+    return [Deferred(shape, whole(len(shape)), make)]
 
 
 def _plan_ordered(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     return [Value(value.shape, value.axes, value.dtype) for value in map(plan.force, values)], Step()
 
 
-def _ordered(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _ordered(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     """A barrier leaves each array split as it is: by the table they are operands of one operation, in which a mesh axis splits
     one of them only. An array that is equal on all devices can't wait for one that is not, so only those that vary over the
     same mesh axes wait for each other."""
-    parts = [run.force(part, step.claim) for part in parts]
-    alike: dict[Names, list[Part]] = {}
-    for part in parts:
+    forced = [run.force(part, step.claim) for part in parts]
+    alike: dict[Names, list[Here]] = {}
+    for part in forced:
         alike.setdefault(jax.typeof(part.x).mat.varying, []).append(part)
     done = {id(p): x for some in alike.values() for p, x in zip(some, run.bind(eqn, [p.x for p in some]), strict=True)}
-    return [Part(part.shape, part.axes, done[id(part)]) for part in parts]
+    return [Here(part.shape, part.axes, done[id(part)]) for part in forced]
 
 
 def _clamped(eqn: Eqn, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
@@ -107,18 +106,18 @@ def _plan_inside(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
     return plan.by_table(eqn, values)
 
 
-def _inside(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _inside(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     """Clamp the places of a dynamic slice first, as it does itself. Of a device's slice of the result, or of its gradient, XLA
     adds both places before it clamps them."""
     parts = list(parts)
     for at, end in _clamped(eqn, [part.shape for part in parts]):
         place = run.force(parts[at], step.claim).x
         zero, last = (np.asarray(min(each, np.iinfo(place.dtype).max), place.dtype) for each in (0, end))
-        parts[at] = Part((), (), lax.clamp(zero, place, last))
+        parts[at] = Here((), (), lax.clamp(zero, place, last))
     return run.by_table(eqn, parts, step)
 
 
-def _extreme(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
+def _extreme(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
     """Reduce over elements and devices in a single step: two steps would share the gradient among devices wrongly."""
     found = known(eqn)
     kind: Any = REDUCTIONS[eqn.primitive.name]
@@ -129,7 +128,7 @@ def _extreme(run: Run, eqn: Eqn, parts: list[Part], step: Step) -> list[Part]:
     over = tuple(name for name in names if run.sizes[name] >= 2)
     out = ReductionBody(kind, tuple(eqn.params["axes"]), keepdims=False, mesh_axes=over)(x)
     out = run.reduce(out, tuple(name for name in names if name not in over), kind, step.claim)
-    return [Part(shape_of(eqn), axes_of(found.results[0], step.choice), out)]
+    return [Here(shape_of(eqn), axes_of(found.results[0], step.choice), out)]
 
 
 PLANS: dict[str, PlanRule] = {

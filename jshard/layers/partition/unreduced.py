@@ -143,7 +143,7 @@ class _Over:
         is_rows = id(part) in self.rows
         if part.is_put_off and part.signal is None and not is_rows:
             return 0  # made of numbers
-        split = names_of(of.axes) if of is not None and not is_rows and part.rest is None else ()
+        split = names_of(of.axes) if of is not None and not is_rows and not part.is_stored else ()
         return 2 * self._size(part) / math.prod(self.sizes[name] for name in split)
 
     def _size(self, part: Value) -> float:

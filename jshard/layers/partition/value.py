@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
+from jshard.layers.gather import Gathers
 from jshard.layers.partition.plan import Brought, Names, Need
 from jshard.layers.roles import Use, layout_in_use
 from jshard.layouts.redistribution import Axes
+from jshard.programs.jaxprs import Eqn
 from jshard.signals.claims import Claim
 from jshard.signals.signal import Signal
 
@@ -29,9 +31,9 @@ class Parameter:
     sizes: Mapping[str, int]  # of the mesh
     roles: list[str | None]
     axes: Axes | None = None
-    told_by: Any = None  # the equation that decided
+    told_by: Eqn | None = None  # the equation that decided
 
-    def decide(self, roles: Sequence[str | None], told_by: Any = None) -> None:
+    def decide(self, roles: Sequence[str | None], told_by: Eqn | None = None) -> None:
         """Take the roles that a use gives the axes. What does not divide stays whole here: it is told with all others."""
         self.told_by = self.told_by or told_by
         self.roles = [before or role for before, role in zip(self.roles, roles, strict=True)]
@@ -43,25 +45,58 @@ class Parameter:
         return Use(self.path, self.claim, self.shape, tuple(self.roles))
 
 
-class Lying:
-    """What an array has by how it lies, planned or run: casts of it, and the same array in other programs."""
+@dataclasses.dataclass(eq=False)
+class Uses:
+    """The needs of an array's uses. What several uses need alike is made once."""
 
-    FORGOTTEN: ClassVar[Mapping[str, type]]  # what nothing of stays in another array at its place
-    KEPT_INSIDE: ClassVar[tuple[str, ...]]  # what loops and checkpoints may close over
-    PUT_OFF: ClassVar[str]
+    needed: dict[tuple[Axes, Names], Any] = dataclasses.field(default_factory=dict)  # in a run: the array
+    casts: dict[tuple[str, str | None], Any] = dataclasses.field(default_factory=dict)  # in other dtypes
+    within: list[Uses] = dataclasses.field(default_factory=list)  # inside loops and checkpoints
+    parts: dict[Hashable, Any] = dataclasses.field(default_factory=dict)  # pieces, or all of it as varying
+    gathered: dict[Gathers, Array] = dataclasses.field(default_factory=dict)  # a stored parameter
+    asked: set[Names] | None = None  # of a parameter that is followed: the mesh axes that each use makes it vary over
+    variable: Any = None  # of the program: the array, or the one that it is cast from
+    wire: DTypeLike | None = None  # the dtype that it is gathered in; its gradient is scattered in its own
+
+    def anew(self) -> Uses:
+        """Return the uses of an array that nothing uses yet."""
+        return Uses(asked=self.asked, variable=self.variable, wire=self.wire)
+
+    def inside(self) -> Uses:
+        """Return the uses of the same array in a loop or a checkpoint, which may close over what is made already."""
+        copies = {name: {**made} for name, made in vars(self).items() if isinstance(made, dict)}
+        casts = {key: each.inside() for key, each in self.casts.items()}
+        return dataclasses.replace(self, **copies | {"casts": casts, "within": []})
+
+    def all_within(self) -> Iterator[Uses]:
+        for each in self.within:
+            yield each
+            yield from each.all_within()
+
+
+@dataclasses.dataclass(eq=False)
+class Lying:
+    """An array of `shape`, planned or run, and how it lies: in use it is split by `axes`."""
+
     shape: tuple[int, ...]
     axes: Axes
-    dtype: Any
-    signal: Signal | None
-    rest: Axes | None
-    made_of: int
-    uncast: Any  # these three hold arrays of the same class
-    casts: dict[Any, Any]
-    within: list[Any]
+    _: dataclasses.KW_ONLY
+    signal: Signal | None = None  # which claims it: a parameter, or what is only cast or transposed from one
+    uncast: Self | None = None  # of a parameter that the program casts: its gradient is summed in the dtype of this one
+    uses: Uses = dataclasses.field(default_factory=Uses)
+    dtype: ClassVar[Any]
+    in_dtype: ClassVar[Callable[..., Any]]  # makes it in another dtype, to be gathered in yet another
+    stored: ClassVar[Callable[..., Any]]  # makes the same parameter, split otherwise between uses
+    made_of = 0  # of one that is put off: how many numbers, whose gradients are summed where they begin to vary
+    is_put_off = is_stored = False
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes), self
 
     @property
-    def is_put_off(self) -> bool:
-        return getattr(self, self.PUT_OFF) is not None
+    def lies(self) -> Axes:
+        """The mesh axes that split each axis between uses: the `rest` of a stored parameter."""
+        return getattr(self, "rest", self.axes)
 
     @property
     def prefetches(self) -> bool:
@@ -69,74 +104,53 @@ class Lying:
         signal = self.signal
         if signal is None or not signal.store_prefetch or not jnp.issubdtype(self.dtype, jnp.inexact):
             return False
-        return self.rest is not None or not signal.store
+        return self.is_stored or not signal.store
 
     @property
     def regathers(self) -> bool:
         """Whether it is gathered for its use, and again for the backward pass."""
         signal = self.signal
-        return self.rest is not None and signal is not None and bool(signal.store) and not signal.store_keep
-
-    @property
-    def needs(self) -> Iterable[tuple[Axes, Names]]:
-        """How its uses need it."""
-        raise NotImplementedError
-
-    def in_dtype(self, dtype: DTypeLike, wire: DTypeLike | None) -> Self:
-        """The same array, made in another dtype, which is gathered in `wire`."""
-        raise NotImplementedError
+        return self.is_stored and signal is not None and bool(signal.store) and not signal.store_keep
 
     def cast(self, dtype: DTypeLike, wire: DTypeLike | None = None) -> Self:
-        """The same array in another dtype, where it lies: made once for all its uses."""
+        """Return the same array in another dtype, where it lies: made once for all its uses."""
         dtype, key = jnp.dtype(dtype), (str(dtype), None if wire is None else str(wire))
-        if key not in self.casts:
+        if key not in self.uses.casts:
             if not self.is_put_off and self.dtype == dtype and (wire is None or dtype == wire):
                 return self
-            self.casts[key] = self.in_dtype(dtype, wire)
-        return self.casts[key]
+            self.uses.casts[key] = self.in_dtype(dtype, wire)
+        return self.uses.casts[key]
 
     def cast_by_program(self, dtype: DTypeLike) -> Self:
-        """The same parameter after a cast. Where its claim sums gradients in a wider dtype, they are of what was cast."""
+        """Return the parameter after a cast. Where its claim sums gradients in a wider dtype, they are of what was cast."""
         found, wide = self.cast(dtype), None if self.signal is None else self.signal.dtype.reduce
         if found is not self and wide is not None and jnp.result_type(wide, self.dtype, found.dtype) == wide:
             found.uncast = self
         return found
 
     def summed_in(self, wide: DTypeLike | None, compute: DTypeLike) -> Self:
-        """The same array in the dtype that its gradient is summed in; it is gathered in the dtype that it is used in."""
+        """Return the array in the dtype that its gradient is summed in; it is gathered in the dtype that it is used in."""
         source = self if self.uncast is None or self.dtype != compute else self.uncast
-        return source.cast(wide or compute, compute if self.rest is not None or self.signal is None else None)
+        return source.cast(wide or compute, compute if self.is_stored or self.signal is None else None)
 
-    def renewed(self, **changes: Any) -> Self:
-        """The same place for another array, of which nothing is remembered."""
-        forgotten = {"uncast": None, **{name: kind() for name, kind in self.FORGOTTEN.items()}}
-        return dataclasses.replace(self, **forgotten | changes)  # type: ignore[type-var]  # both are dataclasses
+    def renewed(self, **changes: object) -> Self:
+        """Return the same place for another array, or in another program, where nothing uses it yet."""
+        return dataclasses.replace(self, **{"uncast": None, "uses": self.uses.anew(), **changes})  # type: ignore[arg-type]
 
-    def outside(self, **changes: Any) -> Self:
-        """The same place in another program."""
-        return self.renewed(**{self.PUT_OFF: None}, **changes)
-
-    def inside(self, **changes: Any) -> Self:
-        """The same place in a loop or a checkpoint, which may close over what has been made of this one."""
-        inside = self.outside(**{name: getattr(self, name).copy() for name in self.KEPT_INSIDE}, **changes)
-        inside.casts = {key: each.inside() for key, each in self.casts.items() if not each.is_put_off}
-        self.within.append(inside)
+    def inside(self, **changes: object) -> Self:
+        """Return the same place in a loop or a checkpoint, which may close over what has been made of this one."""
+        inside = self.renewed(uses=self.uses.inside(), **changes)
+        self.uses.within.append(inside.uses)
         return inside
 
     def follow(self, path: Sequence[Any]) -> Self:
-        """The same array as these casts leave it."""
+        """Return the same array as these casts leave it."""
         return functools.reduce(lambda each, key: each.cast(*key), path, self)
 
-    def all_within(self) -> Iterator[Self]:
-        for each in self.within:
-            yield each
-            yield from each.all_within()
-
-    def one_turn(self, **changes: Any) -> Self:
-        """One of those that a loop goes along: a layer of stacked parameters is a parameter."""
-        rest = self.axes if self.rest is None and self.prefetches else self.rest
-        rest = None if rest is None else rest[1:]
-        return self.renewed(shape=self.shape[1:], axes=self.axes[1:], rest=rest, **changes)
+    def one_turn(self, **changes: object) -> Self:
+        """Return one of those that a loop goes along: a layer of stacked parameters is a parameter."""
+        turn = self.renewed(shape=self.shape[1:], axes=self.axes[1:], **changes)
+        return turn.stored(turn.axes) if turn.prefetches and not turn.is_stored else turn
 
 
 L = TypeVar("L", bound=Lying)
@@ -150,97 +164,116 @@ def claim_of(operands: Iterable[Lying]) -> Signal | None:
 def need_before(each: Iterable[L], need: Callable[[L, Axes, Names], object]) -> None:
     """Need before a loop what each turn would: else each turn has a collective, or one in its gradient."""
     for one in each:
-        inside = list(one.all_within())
-        for axes, names in dict.fromkeys(key for some in inside for key in some.needs):
+        inside = [*one.uses.all_within()]
+        for axes, names in dict.fromkeys(key for uses in inside for key in uses.needed):
             need(one, axes, names)
-        for key in dict.fromkeys(key for some in inside for key in some.casts):
+        for key in dict.fromkeys(key for uses in inside for key in uses.casts):
             cast = one.cast(*key)
-            cast.within = [some.casts[key] for some in inside if key in some.casts]
+            cast.uses.within = [uses.casts[key].uses for uses in inside if key in uses.casts]
             need_before([cast], need)
 
 
-def needs_of_turns(inside: Sequence[Lying]) -> Iterator[Need]:
+def needs_of_turns(inside: Sequence[Uses]) -> Iterator[Need]:
     """Yield what the turns of a loop need of an array, given as they have it, in the order of `need_before`."""
     every = [x for one in inside for x in (one, *one.all_within())]
-    yield from dict.fromkeys(((), axes, names) for some in every for axes, names in some.needs)
-    for key in dict.fromkeys(key for some in every for key in some.casts):
-        casts = [some.casts[key] for some in every if key in some.casts]
+    yield from dict.fromkeys(((), axes, names) for uses in every for axes, names in uses.needed)
+    for key in dict.fromkeys(key for uses in every for key in uses.casts):
+        casts = [uses.casts[key].uses for uses in every if key in uses.casts]
         yield from (((key, *path), axes, names) for path, axes, names in needs_of_turns(casts))
 
 
 @dataclasses.dataclass(eq=False)
 class Value(Lying):
-    """An array of `shape`, split by `axes`. One that is put off is made where it is needed: `recipe` says what that needs."""
+    """An array that is there when it is needed."""
 
-    shape: tuple[int, ...]
-    axes: Axes
     dtype: Any
-    signal: Signal | None = None  # which claims it: a parameter, or what is only cast or transposed from one
-    rest: Axes | None = None  # of a stored parameter: how it rests
-    recipe: Callable[[Axes, Names], None] | None = None
-    made_of: int = 0  # of one that is put off: how many numbers, whose gradients are summed where they begin to vary
-    parameter: Parameter | None = None
-    of: tuple[int | None, ...] = ()  # the axis of the parameter that each axis is
-    is_only_looked_up: bool = False  # of a stored parameter: nothing else reads it, so that it need not be whole
-    uncast: Self | None = None  # of a parameter that the program casts, and whose gradient is summed in another dtype
-    wire: Any = None  # the dtype that it is gathered in
-    needed: dict[Any, Brought] = dataclasses.field(default_factory=dict)  # by axes and names: how its uses need it
-    variable: Any = None  # of the program: the array, or the one that it is cast from
-    casts: dict[Any, Self] = dataclasses.field(default_factory=dict)  # the same array in other dtypes
-    within: list[Self] = dataclasses.field(default_factory=list)  # the same array inside loops and checkpoints
-    pieces: dict[Any, list[Value]] = dataclasses.field(default_factory=dict)  # that it is cut into
-
-    def __post_init__(self) -> None:
-        assert len(self.shape) == len(self.axes), self
-
-    FORGOTTEN = MappingProxyType({"needed": dict, "pieces": dict, "casts": dict, "within": list})
-    KEPT_INSIDE, PUT_OFF = ("needed",), "recipe"
-
-    @property
-    def is_undecided(self) -> bool:
-        return self.parameter is not None and self.parameter.axes is None
-
-    @property
-    def prefetches(self) -> bool:
-        return self.parameter is None and super().prefetches
-
-    @property
-    def needs(self) -> Iterable[tuple[Axes, Names]]:
-        return self.needed
+    is_undecided, reader = False, ""
 
     def has_been(self, axes: Axes) -> bool:
         """Whether another use has needed it so."""
-        return axes in {needed for needed, _ in self.needed}
+        return axes in {needed for needed, _ in self.uses.needed}
 
-    def settle(self) -> None:
-        """Take the place that another use of the parameter has decided meanwhile."""
-        parameter = self.parameter
-        if parameter is not None and parameter.axes is not None and not self.is_put_off:
-            axes = tuple(() if at is None else parameter.axes[at] for at in self.of)
-            if axes != self.axes:
-                self.axes = axes
-                self.needed.clear()
-
-    def in_dtype(self, dtype: DTypeLike, wire: DTypeLike | None) -> Value:
-        if not self.is_put_off:
-            return self.renewed(dtype=dtype, wire=wire)
-        made = Value(self.shape, self.axes, dtype, self.signal, recipe=self.recipe, made_of=self.made_of)
-        made.variable = self.variable
+    def in_dtype(self, dtype: DTypeLike, wire: DTypeLike | None) -> Self:
+        made = self.renewed(dtype=dtype)
+        made.uses.wire = None if self.is_put_off else wire
         return made
 
     def brought(self, axes: Axes, names: Names, parts: tuple[Brought, ...]) -> Brought:
         """Describe how it is brought to where it is split by `axes` and varies over `names`."""
-        rows = () if self.signal is None else self.signal.row
-        moves = self.axes, axes, names, self.rest, rows, parts
-        return Brought(self.variable, self.shape, self.dtype, self.wire, *moves)
+        rows, rest = () if self.signal is None else self.signal.row, self.lies if self.is_stored else None
+        moves = self.axes, axes, names, rest, rows, parts
+        return Brought(self.uses.variable, self.shape, self.dtype, self.uses.wire, *moves)
 
-    def one_turn(self, **changes: Any) -> Value:
+    def stored(self, rest: Axes, reader: str = "") -> Resting:
+        return Resting(self.shape, self.axes, self.dtype, rest, reader, signal=self.signal, uses=self.uses.anew())
+
+
+@dataclasses.dataclass(eq=False)
+class Later(Value):
+    """An array that is put off, and made where it is needed: `recipe` says what that needs."""
+
+    recipe: Callable[[Axes, Names], None]
+    made_of: int = 0
+    is_put_off = True
+
+
+@dataclasses.dataclass(eq=False)
+class Resting(Value):
+    """A stored parameter: between uses it is split as `rest` says."""
+
+    rest: Axes
+    reader: str = ""  # the only primitive that reads it: "gather", or "dot_general" where that is once
+    is_stored = True
+
+    def one_turn(self, **changes: object) -> Self:
+        return super().one_turn(rest=self.rest[1:], **changes)
+
+
+@dataclasses.dataclass(eq=False)
+class Unplaced(Value):
+    """A parameter in the first pass, where its first use decides how it lies."""
+
+    parameter: Parameter
+    of: tuple[int | None, ...]  # the axis of the parameter that each axis is
+
+    @property
+    def is_undecided(self) -> bool:
+        return self.parameter.axes is None
+
+    @property
+    def prefetches(self) -> bool:
+        return False
+
+    def decide(self, roles: Sequence[str | None], told_by: Eqn | None) -> None:
+        """Take the roles that a use gives these axes of the parameter."""
+        role_of = dict(zip(self.of, roles, strict=True))
+        self.parameter.decide([role_of.get(axis) for axis in range(len(self.parameter.shape))], told_by)
+        self.settle()
+
+    def scan(self, axis: int) -> None:
+        """Note that a loop goes along an axis, or that it is cut."""
+        if (at := self.of[axis]) is not None:
+            self.parameter.roles[at] = "scan"
+
+    def settle(self) -> None:
+        """Take the place that another use of the parameter has decided meanwhile."""
+        if self.parameter.axes is not None:
+            axes = tuple(() if at is None else self.parameter.axes[at] for at in self.of)
+            if axes != self.axes:
+                self.axes = axes
+                self.uses.needed.clear()
+
+    def shaped(self, dtype: DTypeLike, shape: tuple[int, ...], order: Sequence[int | None]) -> Self:
+        """Return the parameter after an operation that leaves it where it rests: `order` is the axis that each was, or None
+        for one that is new."""
+        axes = tuple(() if at is None else self.axes[at] for at in order)
+        of = tuple(None if at is None else self.of[at] for at in order)
+        return self.renewed(dtype=dtype, shape=shape, axes=axes, of=of)
+
+    def one_turn(self, **changes: object) -> Self:
         return super().one_turn(of=self.of[1:], **changes)
 
-    def at_rest(self, dtype: DTypeLike, shape: tuple[int, ...], order: Sequence[int | None]) -> Value:
-        """The same parameter after an operation that leaves it where it rests: `order` is the axis that each was, or None for
-        one that is new."""
-        ordered = lambda axes: tuple(() if at is None else axes[at] for at in order)
-        rest = None if self.rest is None else ordered(self.rest)
-        of = tuple(None if at is None else self.of[at] for at in order) if self.of else ()
-        return self.renewed(dtype=dtype, shape=shape, axes=ordered(self.axes), rest=rest, of=of)
+
+def values_of(variables: Iterable[Any], axes: Iterable[Axes]) -> list[Value]:
+    """Return values of a program's variables, split by these axes."""
+    return [Value(tuple(v.aval.shape), each, v.aval.dtype) for v, each in zip(variables, axes, strict=True)]

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jshard.errors import JShardError
 from jshard.layers.partition import Program
 from jshard.layers.partition.part import vary
-from jshard.layers.partition.pieces import Group, check_smooth
+from jshard.layers.partition.pieces import Group, Pieces, check_smooth
 from jshard.layers.partition.plan import Names, names_of
 from jshard.layers.pipeline.scheduled import Scheduled
 from jshard.layers.pipeline.ticks import Model, run_table
@@ -29,8 +29,7 @@ class PipelinedPieces(Scheduled):
 
     def __init__(self, program: Program, parameters: Sequence[int], variables: Sequence[int], batch: Sequence[int]):
         super().__init__(program, parameters, variables, batch)
-        assert program.pieces is not None
-        self.pieces, says, number = program.pieces, self.stage.signal, self.stage.number
+        self.pieces, says, number = Pieces(program), self.stage.signal, self.stage.number
         owners, stages = self.pieces.owners, self.pieces.stages
         about = f"jshard.pipeline ({self.asked.place})"
         if owners != list(range(stages)):

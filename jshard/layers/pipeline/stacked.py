@@ -13,7 +13,7 @@ from jax import Array, lax
 from jshard.errors import JShardError, multiples
 from jshard.layers.balance import Costs, balanced, in_ranges, spelled
 from jshard.layers.partition import Program
-from jshard.layers.partition.part import Part, vary
+from jshard.layers.partition.part import Here, Part, Stored, here_of, vary
 from jshard.layers.partition.pieces import check_smooth
 from jshard.layers.partition.plan import Names, key_of, names_of
 from jshard.layers.partition.planner import whole
@@ -166,7 +166,12 @@ class Pipelined(Scheduled):
         claim, axis = self.program.inputs[number].claim, self._axis_of_stages(number)
         assert claim is not None and axis is not None
         with scope(claim=claim.signal.name):
-            return jax.vjp(lambda x: self.program.part(number, x).gather(((axis, self.stage.mesh_axis, True),)), x)
+            return jax.vjp(lambda x: self._gathered(number, x, axis), x)
+
+    def _gathered(self, number: int, x: Array, axis: int) -> Array:
+        part = self.program.part(number, x)
+        assert isinstance(part, Stored)
+        return part.gather(((axis, self.stage.mesh_axis, True),))
 
 
 class OneStage:
@@ -205,7 +210,7 @@ class OneStage:
         after = [self._place(part, self.lie[v]) for v, part in zip(cut.carried, parts, strict=False)]
         for v, room in zip(cut.left, x[count:], strict=True):
             part = parts[cut.loop.outvars.index(v)]
-            left = self._place(Part((self.layers, *part.shape[1:]), part.axes, part.x), self.lie[v])
+            left = self._place(Here((self.layers, *part.shape[1:]), part.axes, part.x), self.lie[v])
             after.append(self._written(room, left, number))
         return after
 
@@ -223,19 +228,20 @@ class OneStage:
     def _place(self, part: Part, axes: Axes) -> Array:
         return self.run.place(part, axes, self.program.claim_behind).x
 
-    def _between(self, xs: Sequence[Array]) -> list[Part]:
-        return [Part(tuple(v.aval.shape), axes, x) for (v, axes), x in zip(self.lie.items(), xs, strict=True)]
+    def _between(self, xs: Sequence[Array]) -> list[Here]:
+        return here_of(self.lie, self.lie.values(), xs)
 
-    def _layers_of(self, number: int, x: Array) -> Part:
+    def _layers_of(self, number: int, x: Array) -> Here:
         """Return the layers of a chunk, as a parameter with all layers here."""
         part = self.program.part_of_stage(number, x)
-        axes, rest = ((), *part.axes[1:]), None if part.rest is None else ((), *part.rest[1:])
-        return Part((self.layers, *part.shape[1:]), axes, x, rest=None if rest == axes else rest, signal=part.signal)
+        axes, rest = ((), *part.axes[1:]), ((), *part.lies[1:])
+        layers = Here((self.layers, *part.shape[1:]), axes, x, signal=part.signal)
+        return layers if rest == axes else layers.stored(rest)
 
-    def _some(self, part: Part, number: Array) -> Part:
+    def _some(self, part: Part, number: Array) -> Here:
         """Slice a per-layer operand to a chunk."""
         axes = ((), *part.axes[1:])
-        return Part((self.layers, *part.shape[1:]), axes, self._read(self._place(part, axes), number))
+        return Here((self.layers, *part.shape[1:]), axes, self._read(self._place(part, axes), number))
 
     def _read(self, x: Array, number: Array) -> Array:
         """Return a chunk's layers, padded to the longest chunk."""
