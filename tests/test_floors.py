@@ -33,6 +33,7 @@ FLOORS = {
     "layers": 3,
     "inspect": 4,
     "launch": 5,
+    "testing": 5,
     "training": 5,
     "cli": 6,
     "__main__": 7,

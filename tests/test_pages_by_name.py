@@ -1,4 +1,4 @@
-"""The pages docs/layouts/, kinds-of-models.md, words.md and command-line.md: files and commands, typed as a reader would."""
+"""The pages docs/layouts/, kinds-of-models.md, program-you-have.md, testing.md, words.md and command-line.md: files and commands, typed as a reader would."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jshard.signals.config import load_configuration
 from tests.support.outside import users_environment
 
 ROOT = Path(__file__).parent.parent
-KINDS = ROOT / "docs/kinds-of-models.md"
+OTHERS = [ROOT / f"docs/{name}.md" for name in ("kinds-of-models", "program-you-have", "testing")]
 LAYOUTS = sorted((ROOT / "docs/layouts").glob("*.md"))
 # A file stands behind the sentence that ends with its name.
-FILE = re.compile(r"^[^\n]*`([\w-]+\.(?:py|yaml))`[^`\n]*:\n\n```(?:python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"^[^\n]*`([\w-]+\.(?:py|yaml|ini))`[^`]*?:\n\n```(?:python|yaml|ini)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def files(page: Path) -> dict[str, str]:
@@ -67,10 +67,15 @@ def test_layouts_print_what_the_page_shows(folder, page, command, says):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(("command", "says"), commands(KINDS))
-def test_kinds_of_models_print_what_the_page_shows(tmp_path, command, says):
-    for name, text in files(KINDS).items():
-        (tmp_path / name).write_text(text)
+@pytest.mark.parametrize(
+    ("page", "command", "says"),
+    [(page, *shown) for page in OTHERS for shown in commands(page)],
+    ids=[f"{page.stem}-{n}" for page in OTHERS for n, _ in enumerate(commands(page))],
+)
+def test_pages_print_what_they_show(tmp_path, page, command, says):
+    for each in OTHERS[:1] if page is OTHERS[0] else OTHERS[1:]:
+        for name, text in files(each).items():
+            (tmp_path / name).write_text(text)
     printed = run(command, tmp_path)
     assert doctest.OutputChecker().check_output(says, printed, doctest.ELLIPSIS), printed
 

@@ -42,7 +42,7 @@ def sketched(target: Target) -> Iterator[Experiment | Function]:
     """Build the experiment or the function from shapes alone, without arrays or the devices of the mesh.
     The devices here are used if the mesh leaves a size open, or signals name workers, each list a mesh."""
     configuration = target.configuration()
-    if configuration.mesh is None or -1 in configuration.mesh.sizes or names_workers(configuration):
+    if target.on or configuration.mesh is None or -1 in configuration.mesh.sizes or names_workers(configuration):
         yield opened(target)
         return
     sizes = dict(zip(configuration.mesh.names, configuration.mesh.sizes, strict=True))

@@ -28,6 +28,7 @@ class Target:
     overrides: tuple[str, ...]
     function: str | None = None  # module:function
     arguments: tuple[str, ...] = ()  # the words after --args
+    on: str | None = None  # data=4,tensor=2: a mesh in place of a configuration
     trust: Trust = EVERYTHING  # the code that the configuration may run
 
     @classmethod
@@ -42,31 +43,37 @@ class Target:
         arguments = tuple(word for word in chosen.args or () if word not in late)
         overrides = (*chosen.overrides, *late)
         if not is_function(chosen.path):
-            for option, given in (("--args", chosen.args), ("--config", chosen.config)):
+            for option, given in (("--args", chosen.args), ("--config", chosen.config), ("--on", chosen.on)):
                 if given is not None:
                     raise JShardError(
                         f"{option} is for a function, and {chosen.path} is a configuration",
                         hint=f"remove {option}, or type: jshard {chosen.name} module:function --config {chosen.path}",
                     )
             return cls.named(chosen.path, overrides, chosen)
-        configuration = chosen.config or os.environ.get("JSHARD_CONFIG")
-        if not configuration:
+        if chosen.on and chosen.config:
+            raise JShardError("--on and --config both give a mesh", hint="remove one of them")
+        configuration = chosen.config or (not chosen.on and os.environ.get("JSHARD_CONFIG"))
+        if not configuration and not chosen.on:
             raise JShardError(
-                f'the function "{chosen.path}" has no configuration',
-                hint="add --config configs/mlp.yaml, or set JSHARD_CONFIG",
+                f'the function "{chosen.path}" has no mesh',
+                hint="add --on data=4,tensor=2, or --config configs/mlp.yaml",
             )
-        return cls(configuration, overrides, chosen.path, arguments)
+        return cls(configuration or "--on", overrides, chosen.path, arguments, on=chosen.on)
 
     def __str__(self) -> str:
         """Return the target as typed after a command."""
         if self.function is None:
             return shlex.join([self.path, *self.overrides, *(["--trust"] if self.trust.everything else [])])
-        words = [self.function, *self.overrides, "--config", self.path, *(["--args"] if self.arguments else [])]
+        where = ["--config", self.path] if self.on is None else ["--on", self.on]
+        words = [self.function, *self.overrides, *where, *(["--args"] if self.arguments else [])]
         return shlex.join([*words, *self.arguments])
 
     def configuration(self) -> Configuration:
         """Read the configuration, without loading it or running code of it."""
-        return load_configuration(self.path, self.overrides, self.trust)
+        if self.on is None:
+            return load_configuration(self.path, self.overrides, self.trust)
+        sizes = {"mesh": mesh_sizes("--on", self.on), "axis_types": "auto"}
+        return load_configuration({"jshard": sizes}, self.overrides, self.trust)
 
     def load(self) -> tuple[Configuration, Callable[..., Experiment | Function]]:
         """Load the configuration; return it and a builder of the program: `build(mesh, only_shapes=...)`."""
@@ -90,6 +97,14 @@ def is_function(path: str) -> bool:
     return IMPORT_PATH.parse(path) is not None and not path.startswith("git:") and not os.path.exists(path)
 
 
+def mesh_sizes(option: str, words: str) -> dict[str, int]:
+    """Parse the sizes of a mesh from `data=4,tensor=2`."""
+    parts = [word.partition("=") for word in words.split(",")]
+    if not all(name.strip() and size.strip().isdigit() for name, _, size in parts):
+        raise JShardError(f'{option} "{words}" is not a mesh', hint=f"write it like {option} data=4,tensor=2")
+    return {name.strip(): int(size) for name, _, size in parts}
+
+
 def function_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     """Add the options for a function: `--args` and `--config`, or several `--config`."""
     added = parser.add_argument_group(
@@ -102,3 +117,8 @@ def function_arguments(parser: argparse.ArgumentParser, *, several: bool = False
     added.add_argument("--args", nargs="+", metavar="SHAPE", help="its arguments")
     how = "append" if several else "store"
     added.add_argument("--config", metavar="FILE", action=how, help="its configuration; default: JSHARD_CONFIG")
+    added.add_argument(
+        "--on",
+        metavar="data=4,tensor=2",
+        help="a mesh instead of a configuration: XLA places arrays by their NamedShardings",
+    )

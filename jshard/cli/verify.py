@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from jshard.cli.target import Target, function_arguments
+from jshard.cli.target import Target, function_arguments, mesh_sizes
 from jshard.cli.terminal import show
-from jshard.errors import JShardError
 from jshard.launch.cluster_env import found as membership
 
 
@@ -23,7 +22,7 @@ def run(chosen: argparse.Namespace) -> int:
     """Print the comparison; return 0 if both are equal, else 1."""
     from jshard.cli.experiment import built, pretend_where_none
 
-    meshes, target = {words: sizes_of(words) for words in chosen.mesh}, Target.of(chosen)
+    meshes, target = {words: mesh_sizes("--mesh", words) for words in chosen.mesh}, Target.of(chosen)
     if membership() is None:
         pretend_where_none(target.configuration())
         target, short = _short_enough(target)  # it imports the model, which may make arrays
@@ -61,11 +60,3 @@ def _short_enough(target: Target) -> tuple[Target, str]:
     shorter = dataclasses.replace(target, overrides=(*target.overrides, change[0]))
     at_two_layers(shorter.configuration())
     return shorter, change[1]
-
-
-def sizes_of(words: str) -> dict[str, int]:
-    """Read `data=4,tensor=2` as the sizes of a mesh."""
-    parts = [word.partition("=") for word in words.split(",")]
-    if not all(name and size.isdigit() and int(size) for name, _, size in parts):
-        raise JShardError(f'--mesh "{words}" is not a mesh', hint="write it like --mesh data=4,tensor=2")
-    return {name: int(size) for name, _, size in parts}

@@ -131,7 +131,8 @@ class Line(Caused):
 
     @property
     def line(self) -> str:
-        return str(self.place or "-")
+        """The line of the configuration, or of the program if no configuration is behind the entry."""
+        return str(self.place or self.source or "-")
 
     def cells(self) -> tuple[str, ...]:
         """Return the line as cells of a table."""
