@@ -18,7 +18,9 @@ ROOT = Path(__file__).parent.parent
 OTHERS = [ROOT / f"docs/{name}.md" for name in ("kinds-of-models", "program-you-have", "testing")]
 LAYOUTS = sorted((ROOT / "docs/layouts").glob("*.md"))
 # A file stands behind the sentence that ends with its name.
-FILE = re.compile(r"^[^\n]*`([\w-]+\.(?:py|yaml|ini))`[^`]*?:\n\n```(?:python|yaml|ini)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(
+    r"^[^\n]*`([\w-]+\.(?:py|yaml|ini))`[^`]*?:\n\n```(?:python|yaml|ini)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 def files(page: Path) -> dict[str, str]:
