@@ -33,7 +33,7 @@ def pytest_configure(config: Config) -> None:
         pretend(int(count))
 
 
-def assert_equal_to_one_device(f: Callable[..., Any], *args: object, **kwargs: object) -> None:
+def assert_equal_to_one_device(f: Callable[..., Any], *args: object, **kwargs: Any) -> None:
     """Assert that `f` computes the same on its mesh as on one device: values and gradients, or the results of a step.
 
     Both sides run on whole numbers with exact sums, so equal means equal in every bit (`jshard.verify`).
@@ -74,9 +74,7 @@ def assert_collectives(
     )
 
 
-def assert_fits(
-    f: Callable[..., Any], *args: object, topology: str, budget: int | None = None, **kwargs: object
-) -> None:
+def assert_fits(f: Callable[..., Any], *args: object, topology: str, budget: int | None = None, **kwargs: Any) -> None:
     """Assert that `f`, compiled for a topology that need not be here, fits into a device, or into `budget` bytes of it."""
     from jshard.inspect.plan import plan
 
@@ -87,7 +85,7 @@ def assert_fits(
 
 
 @contextlib.contextmanager
-def _mesh_of(args: tuple[object, ...], kwargs: dict[str, object]) -> Iterator[None]:
+def _mesh_of(args: tuple[object, ...], kwargs: dict[str, Any]) -> Iterator[None]:
     """Load a configuration with the mesh of the arguments' NamedShardings, unless one is loaded."""
     from jshard.errors import JShardError
     from jshard.inspect.ledger.tracing import Traced

@@ -30,7 +30,8 @@ def files(page: Path) -> dict[str, str]:
 def commands(page: Path) -> list[tuple[str, str]]:
     """Each command of a page, with the output that the page shows."""
     blocks = re.findall(r"^```console\n\$ (.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [tuple(part.split("\n", 1)) for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE)]
+    parts = [part.partition("\n") for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE)]
+    return [(command, says) for command, _, says in parts]
 
 
 def run(line: str, folder: Path) -> str:
@@ -48,7 +49,7 @@ def run(line: str, folder: Path) -> str:
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("layouts")
     of_readme = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    texts = dict(zip(("model.py", "train.py"), of_readme, strict=True))
+    texts: dict[str, str] = dict(zip(("model.py", "train.py"), of_readme, strict=True))
     for page in LAYOUTS:
         texts |= files(page)
     texts["experts.py"] = texts["decoder.py"].replace("rngs=", "experts=8, rngs=")

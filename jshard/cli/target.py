@@ -100,7 +100,7 @@ def is_function(path: str) -> bool:
 def mesh_sizes(option: str, words: str) -> dict[str, int]:
     """Parse the sizes of a mesh from `data=4,tensor=2`."""
     parts = [word.partition("=") for word in words.split(",")]
-    if not all(name.strip() and size.strip().isdigit() for name, _, size in parts):
+    if not all(name.strip() and size.strip().isdigit() and int(size) for name, _, size in parts):
         raise JShardError(f'{option} "{words}" is not a mesh', hint=f"write it like {option} data=4,tensor=2")
     return {name.strip(): int(size) for name, _, size in parts}
 

@@ -439,12 +439,26 @@ def test_cli_reader_that_stops_early_is_no_mistake():
 
 
 def test_verify_takes_further_meshes_and_tells_a_mistyped_one():
-    from jshard.cli.verify import sizes_of
+    from jshard.cli.target import mesh_sizes
 
-    assert sizes_of("data=4,tensor=2") == {"data": 4, "tensor": 2}
+    assert mesh_sizes("--mesh", "data=4,tensor=2") == {"data": 4, "tensor": 2}
     with pytest.raises(JShardError) as told:
-        sizes_of("data4")
+        mesh_sizes("--mesh", "data4")
     assert str(told.value) == '--mesh "data4" is not a mesh; write it like --mesh data=4,tensor=2'
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), 'the function "mine:step" has no mesh; add --on data=4,tensor=2, or --config configs/mlp.yaml'),
+        (("--on", "data=0"), '--on "data=0" is not a mesh; write it like --on data=4,tensor=2'),
+        (("--on", "data=2", "--config", "configs/mlp.yaml"), "--on and --config both give a mesh; remove one of them"),
+    ],
+)
+def test_a_function_needs_a_mesh_and_takes_one(monkeypatch, capsys, words, says):
+    monkeypatch.delenv("JSHARD_CONFIG", raising=False)
+    assert main(["explain", "mine:step", *words]) == 2
+    assert capsys.readouterr().err == f"{says}\n"
 
 
 def test_plan_and_bench_are_commands():
