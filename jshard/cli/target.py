@@ -117,8 +117,9 @@ def function_arguments(parser: argparse.ArgumentParser, *, several: bool = False
     added.add_argument("--args", nargs="+", metavar="SHAPE", help="its arguments")
     how = "append" if several else "store"
     added.add_argument("--config", metavar="FILE", action=how, help="its configuration; default: JSHARD_CONFIG")
-    added.add_argument(
-        "--on",
-        metavar="data=4,tensor=2",
-        help="a mesh instead of a configuration: XLA places arrays by their NamedShardings",
-    )
+    if not several:
+        added.add_argument(
+            "--on",
+            metavar="data=4,tensor=2",
+            help="a mesh instead of a configuration: XLA places arrays by their NamedShardings",
+        )

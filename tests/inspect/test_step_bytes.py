@@ -64,7 +64,7 @@ def explained(ledger: Ledger) -> dict[tuple[str, str, str], int]:
 
 
 def asked(name: str, *words: str) -> Ledger:
-    how = {"args": None, "config": None, "trust": True, "name": "explain"}
+    how = {"args": None, "config": None, "on": None, "trust": True, "name": "explain"}
     path, overrides = f"configs/{name}.yaml", [*FILES[name], *words]
     chosen = target.Target.of(argparse.Namespace(path=path, overrides=overrides, **how))
     built: Any = experiment.built(chosen, only_shapes=True)

@@ -156,7 +156,7 @@ def test_a_model_built_under_another_configuration_is_one_sentence_inside_a_shar
     layer = nnx.clone(build("columns"))
     call = jax.shard_map(layer, mesh=mesh(), in_specs=P(), out_specs=P())
     assert sentence(call, redistribute(ones((8, 16), np.float32), Layout(mesh(), None, None))) == (
-        'signal "columns" (c.yaml:5) finds a kernel of (16, 16) on each device where (16, 4) is asked; build the model '
+        'signal "columns" (c.yaml:5) finds a kernel of (16, 16) on each device where (16, 4) is expected; build the model '
         "under the configuration that it is called under"
     )
 

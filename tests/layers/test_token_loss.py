@@ -85,7 +85,7 @@ def gradients_are_alike(got, want):
 
 
 def test_a_chunk_is_as_long_as_the_schema_says():
-    assert f"Places of a row whose logits there are at a time; {CHUNK_UNLESS_SAID} unless said." in str(json_schema())
+    assert f"Positions of a row with logits in memory at a time; default: {CHUNK_UNLESS_SAID}." in str(json_schema())
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 99])

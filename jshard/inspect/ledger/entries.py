@@ -131,8 +131,8 @@ class Line(Caused):
 
     @property
     def line(self) -> str:
-        """The line of the configuration, or of the program if no configuration is behind the entry."""
-        return str(self.place or self.source or "-")
+        """The line of the configuration; for a collective of the compiler without one, the line of the program."""
+        return str(self.place or (self.compiler and self.source) or "-")
 
     def cells(self) -> tuple[str, ...]:
         """Return the line as cells of a table."""
