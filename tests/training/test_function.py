@@ -379,7 +379,7 @@ def test_module_that_fails_when_it_is_imported_is_one_sentence(capsys):
 
 def test_function_without_a_configuration_is_one_sentence(capsys):
     assert typed(capsys, "explain", "mine:loss", *ARGS) == (
-        2, "", 'the function "mine:loss" has no configuration; add --config configs/mlp.yaml, or set JSHARD_CONFIG',
+        2, "", 'the function "mine:loss" has no mesh; add --on data=4,tensor=2, or --config configs/mlp.yaml',
     )  # fmt: skip
 
 
