@@ -140,7 +140,7 @@ def _settled(
 
 
 def _plan_before(plan: Planner, values: Sequence[Value]) -> None:
-    """Bring before a loop what each of its turns would."""
+    """Plan the moves before a loop that each of its turns would repeat."""
 
     def need(value: Value, axes: Axes, names: Names) -> None:
         plan.need(value, axes, names)
@@ -183,14 +183,14 @@ def _plan_while(plan: Planner, eqn: Eqn, values: list[Value]) -> Planned:
 
 
 def _is_as_planned(consts: Sequence[Here], others: Sequence[tuple[Here, Array]]) -> bool:
-    """Whether a turn needs what its loop closes over as planned: nothing varies over more mesh axes than that does."""
+    """Return whether a turn's needs are as planned: nothing varies over more mesh axes than at planning."""
     varying = lambda part, x: jax.typeof(x).mat.varying - names_of(part.lies)
     beyond = frozenset().union(*(varying(part, part.x) for part in consts), *(varying(*each) for each in others))
     return all(beyond <= part.beyond for part in consts)
 
 
 def _before(run: Run, parts: Sequence[Here], step: Step, *, is_planned: bool) -> None:
-    """Gather, cut and mark before a loop what each of its turns would: as planned, or as a trace of a turn has."""
+    """Gather, cut and mark before a loop instead of in each turn: as planned, or as a trace of a turn has it."""
 
     def need(part: Here, axes: Axes, names: Names) -> None:
         with contextlib.nullcontext() if part.signal is None else scope(claim=part.signal.name):

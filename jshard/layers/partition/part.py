@@ -1,4 +1,4 @@
-"""One device's part of an array, and how it comes to where an operation needs it."""
+"""Shards of arrays in a run, and their way to an operation."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ Moving = Callable[[tuple[Move, ...]], contextlib.AbstractContextManager[Kernels]
 
 
 class _Shard(Lying):
-    """One device's part of an array, which varies over the mesh axes that split it, and over no other."""
+    """A device's shard of an array, varying over the mesh axes of its split and over no other."""
 
     make: Callable[[Axes, Names, Moving], Array]  # how a use needs it
 
     @property
     def beyond(self) -> Names:
-        """The mesh axes that it varies over although it is equal on all their devices: its gradient stays unreduced."""
+        """The mesh axes it varies over although equal on all their devices: its gradient stays unreduced."""
         return frozenset()
 
     def varying(self, names: Names, moving: Moving) -> Here | Self:
-        """Return the array as varying over `names`, for uses that leave their share of its gradient unreduced."""
+        """Return the array as varying over `names`, for uses with an unreduced share of its gradient."""
         if names <= self.beyond:
             return self
         if names not in self.uses.parts:
@@ -65,8 +65,8 @@ class _Shard(Lying):
 
 @dataclasses.dataclass(eq=False)
 class Deferred(_Shard):
-    """An array that `make` makes where it is needed (a broadcast, an iota): it costs nothing to split, and its gradient is
-    summed small."""
+    """An array made by `make` at its use (a broadcast, an iota): splitting it is free, and its gradient is summed
+    small."""
 
     make: Callable[[Axes, Names, Moving], Array]
     made_of: int = 0
@@ -79,7 +79,7 @@ class Deferred(_Shard):
 
 @dataclasses.dataclass(eq=False)
 class Here(_Shard):
-    """An array that is here. One with a `signal` is a parameter that is whole, or split alike, between uses."""
+    """An array in memory. With a `signal` it is a parameter, whole or split alike between uses."""
 
     x: Any  # an array, or the shape of one
 
@@ -89,7 +89,7 @@ class Here(_Shard):
 
     @property
     def is_followed(self) -> bool:
-        """Whether it takes more with it than its own array: what is asked of it, or another array of the same parameter."""
+        """True if its uses, or another array of the same parameter, have to be followed."""
         return self.uses.asked is not None or self.uncast is not None or self.uses.wire is not None
 
     @property
@@ -173,7 +173,7 @@ class Stored(Here):
         return gather(x, several, dtype=self.uses.wire, kernels=kernels)
 
     def _summed_late(self, steps: Gathers) -> Array:
-        """Mark a parameter that is whole as varying."""
+        """Mark a whole parameter as varying."""
         names, algorithm = frozenset(name for _, name, _ in steps), dict(self.kernels).get("all_reduce", "auto")
         x = over_one_device(self.x, names, varies=True)
         several = tuple(sorted(names - jax.typeof(x).mat.varying))
@@ -186,7 +186,7 @@ class Stored(Here):
         return vary(x, names, algorithm).astype(x.dtype if self.uses.wire is None else self.uses.wire)
 
     def gathers(self) -> Iterator[tuple[tuple[Any, ...], Gathers]]:
-        """Yield what was gathered of it, and of it in other dtypes: the casts that lead there, and the gathers."""
+        """Yield its gathers, in every dtype: the casts on the way, and the gathers."""
         yield from (((), steps) for steps in self.uses.gathered)
         for key, cast in self.uses.casts.items():
             yield from (((key, *path), steps) for path, steps in cast.gathers())
@@ -207,7 +207,7 @@ def here_of(variables: Iterable[Any], axes: Iterable[Axes], xs: Iterable[Array])
 
 @contextlib.contextmanager
 def moving_as(kernels: Kernels = (), **fields: str) -> Iterator[Kernels]:
-    """Say who asks for the moves of a rule that is written by hand; by whatever algorithm, where it names none."""
+    """Set the cause of moves by a hand-written rule, with any algorithm it names."""
     with scope(**fields):
         yield kernels
 

@@ -40,7 +40,7 @@ PlanRule = Callable[["Planner", Eqn, list[Value]], Planned]
 
 
 class Planner:
-    """One pass over a program. The first pass finds where parameters lie, and may meet what no rule is known for."""
+    """A pass over a program. The first pass finds the layouts of parameters, and may meet operations without a rule."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Planner:
     # -- a jaxpr --
 
     def program(self, program: Any, values: Sequence[Value]) -> tuple[list[Value], Steps]:
-        """Plan a jaxpr, closed or open, whose arguments lie like this."""
+        """Plan a jaxpr, closed or open, for arguments in these layouts."""
         jaxpr, outer, products = bare(program), self.jaxpr, fused(bare(program))
         known, pieces, plan = dict[Any, Value](), dict[Any, Value](), dict[Hashable, Step]()
 
@@ -100,7 +100,7 @@ class Planner:
         return ends, plan
 
     def equation(self, eqn: Eqn, values: list[Value]) -> Planned:
-        """Plan one equation."""
+        """Plan an equation."""
         self._use(eqn, values)
         claim, begin, outer, self.brought = self.nearest, len(self.needs), self.brought, []
         operands = tuple(value.axes for value in values)
@@ -138,7 +138,7 @@ class Planner:
         return Step(CALL, inside=(inside,)), results
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Make what stands for an equation, once for all calls of the program that it is in."""
+        """Make the replacement of an equation, once for all calls of its program."""
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
@@ -148,7 +148,7 @@ class Planner:
         return claim is not None and bool(claim.column) and not one.size % ways(claim.column, self.sizes)
 
     def _fused(self, eqn: Eqn, one: Fused, values: list[Value]) -> tuple[dict[Any, Value], Step]:
-        """Plan what a product that is cut behind it is rewritten as."""
+        """Plan the rewritten form of a product with a cut result."""
         self._use(eqn, values)
         claim, body = (
             self.nearest,
@@ -178,7 +178,7 @@ class Planner:
 
     @contextlib.contextmanager
     def _ran(self, eqn: Eqn, values: Sequence[Value]) -> Iterator[list[Value]]:
-        """Take the results of an equation, and note what ran: nothing of what it holds itself."""
+        """Take the results of an equation, and record its step without its inner programs."""
         path, results, begin = self.path, list[Value](), len(self.needs)
         with self._within(None):
             yield results
@@ -211,8 +211,8 @@ class Planner:
         return self.results(eqn, found, choice), Step(choice=choice)
 
     def _parameter(self, eqn: Eqn, value: Value, found: Factors) -> Planned | None:
-        """Plan a parameter that is cast, which stays at rest, or shaped anew: put off, so that it is gathered and marked once
-        for all its uses. None where it is no parameter."""
+        """Plan a cast parameter, left at rest, or a reshaped parameter, deferred: it is gathered and marked once for
+        all its uses. Return None for other arrays."""
         name = eqn.primitive.name
         if isinstance(value, Unplaced) and value.is_undecided:
             return self._still_undecided(eqn, value, found)
@@ -270,7 +270,7 @@ class Planner:
         return values_of(eqn.outvars, (axes_of(of, choice) for of in found.results))
 
     def _whole(self, eqn: Eqn, values: Sequence[Value]) -> Planned:
-        """Plan what no rule is known for on whole arrays, where that moves nothing or the nearest claim allows it."""
+        """Plan an operation without a rule on whole arrays, if that moves nothing or the nearest claim allows it."""
         name, split = eqn.primitive.name, [value for value in values if any(value.axes)]
         self.unruled[name] = self.unruled.get(name, 0) + 1
         if split and not self.is_first and name not in (() if self.nearest is None else self.nearest.allow):
@@ -295,7 +295,7 @@ class Planner:
     # -- what an equation needs --
 
     def placed(self, values: Sequence[Value], found: Factors, choice: Choice, names: Names = frozenset()) -> None:
-        """Note that operands are needed as they are split by this choice, varying over `names` too."""
+        """Record the operands' layouts under this choice, varying over `names` too."""
         names = names.union(*choice.values())
         for value, of in zip(values, found.operands, strict=True):
             self.need(value, axes_of(of, choice), names)
@@ -342,11 +342,11 @@ class Planner:
         return Value(value.shape, axes, value.dtype, uses=Uses(variable=self.brought[-1]))
 
     def array(self, value: Value) -> Value:
-        """What can go into another program: an array. A stored parameter stays at rest, and is gathered where it is used."""
+        """Return an array for another program. A stored parameter stays at rest, and is gathered at its use."""
         return self.force(value) if value.is_put_off else value
 
     def unscattered(self, signal: Signal) -> str:
-        """Return why no sum is scattered as the signal's `sequence` asks; "" where one is."""
+        """Return the reason why no sum is scattered for the signal's `sequence`; "" if a sum is."""
         found: dict[str, str] = {}
         for name in signal.sequence:
             others = [fault for (_, over), fault in self.scattered.items() if over == name]
@@ -356,7 +356,7 @@ class Planner:
 
 
 def sums_early(eqn: Eqn, operands: Sequence[Lying]) -> tuple[list[bool], int]:
-    """Return for each result of what is put off whether its operands begin to vary, not it, and of how many numbers it is."""
+    """Return, for each deferred result, whether its operands begin to vary instead of it, and its number of elements."""
     sources = [each.made_of if each.is_put_off else math.prod(each.shape) for each in operands if each.shape]
     claim = claim_of(operands)
     is_stored = claim is not None and bool(claim.store)
@@ -365,7 +365,7 @@ def sums_early(eqn: Eqn, operands: Sequence[Lying]) -> tuple[list[bool], int]:
 
 
 def number(aval: Any) -> Value:
-    """An array that all devices have."""
+    """Return an array known to all devices."""
     return Value(tuple(aval.shape), whole(len(aval.shape)), aval.dtype)
 
 

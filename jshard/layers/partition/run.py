@@ -33,7 +33,7 @@ from jshard.signals.signal import Signal
 
 
 class SomeLayers(NamedTuple):
-    """That the first layers of a loop run, fewer than it is long: how many here, and by stage, in words."""
+    """The number of layers to run of a loop, fewer than its length: the number here, and by stage, in words."""
 
     loop: Eqn
     number: Array
@@ -82,7 +82,7 @@ class Run:
         return evaluate(bare(program), [*consts, *args], run, literal, known)
 
     def equation(self, eqn: Eqn, parts: list[Part], step: Step) -> Sequence[Part]:
-        """Run one equation, under the user's line and scopes, and the nearest claim where no scope names a signal."""
+        """Run an equation under the user's line and scopes, and under the nearest claim if no scope names a signal."""
         stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
         if step.claim is not None:
             stack = placed_in(stack, step.claim.name)
@@ -117,7 +117,7 @@ class Run:
         return here_of(eqn.outvars, step.results, self.shared[key](*(part.x for part in arrays)))
 
     def planned(self, program: Jaxpr, parts: Sequence[Here], claim: Signal | None) -> list[Part]:
-        """Plan a program that JAX has made now, the derivative of a function say, and run it."""
+        """Plan and run a program made by JAX just now, such as the derivative of a function."""
         values = [Value(p.shape, p.axes, p.dtype, signal=p.signal) for p in parts]
         _, plan = Planner(self.mesh, self.plans, nearest=claim).program(program, values)
         return self.run(program, parts, plan)
@@ -173,7 +173,7 @@ class Run:
         return [p.local(axes_of(of, choice), names, moving) for p, of in zip(parts, found.operands, strict=True)]
 
     def results(self, eqn: Eqn, outs: Sequence[Array], found: Factors, step: Step) -> list[Here]:
-        """Reduce over devices what the table says, and say how the results are split."""
+        """Reduce over devices as the table of axes says, and return the results with their layouts."""
         results = []
         for number, (variable, out, of) in enumerate(zip(eqn.outvars, outs, found.results, strict=True)):
             for factor, kind in enumerate(found.kinds):
@@ -185,7 +185,7 @@ class Run:
         return results
 
     def reduce(self, x: Array, names: tuple[str, ...], kind: str, claim: Signal | None, key: str = "") -> Array:
-        """Reduce over devices, by the algorithm that the claim names."""
+        """Reduce over devices, by the algorithm of the claim."""
         if jnp.issubdtype(x.dtype, jnp.bool_):
             return self.reduce(x.astype(jnp.int32), names, kind, claim, key).astype(jnp.bool_)
         x = over_one_device(x, names, varies=False, is_sum=kind == "sum")
@@ -208,7 +208,7 @@ class Run:
         return Here(part.shape, axes, self.local(part, axes, claim))
 
     def array(self, part: Part, claim: Signal | None) -> Here:
-        """Return an array, which can go into another trace. A stored parameter is gathered where it is used."""
+        """Return an array for another trace. A stored parameter is gathered at its use."""
         return part if isinstance(part, Here) else self.force(part, claim)
 
     def lying(self, parts: Sequence[Part], axes: Sequence[Axes], claim: Signal | None) -> list[Array]:
@@ -216,8 +216,8 @@ class Run:
         return [self.local(part, each, claim) for part, each in zip(parts, axes, strict=True)]
 
     def moving(self, claim: Signal | None) -> Moving:
-        """Say who asks for moves: `sequence` for what it has scattered, else the operation that can't take it as it is; and by
-        which algorithms."""
+        """Set the cause of moves: `sequence` for its own scatters, else the operation that needs them; and their
+        algorithms."""
         kernels, scattered = ((), ()) if claim is None else (claim.kernel, claim.sequence)
 
         def moving(steps: tuple[Move, ...]) -> AbstractContextManager[Kernels]:
@@ -235,7 +235,7 @@ class Run:
         choice: Choice | None = None,
         **others: Any,
     ) -> list[Any]:
-        """Run the primitive on local parts, with the parameters that say sizes made local."""
+        """Run the primitive on shards, with its sizes made local."""
         names = frozenset().union(*(jax.typeof(x).mat.varying for x in xs))
         params = {**eqn.params, **{key: None for key in ("out_sharding", "sharding") if key in eqn.params}}
         if found is not None and choice:

@@ -23,7 +23,7 @@ from jshard.signals.signal import Signal
 
 @dataclasses.dataclass(eq=False)
 class Parameter:
-    """A parameter whose place its first use decides: the roles of its axes, and how it is split by them in use."""
+    """A parameter placed by its first use: the roles of its axes, and their split in use."""
 
     path: str
     claim: Claim
@@ -34,7 +34,8 @@ class Parameter:
     told_by: Eqn | None = None  # the equation that decided
 
     def decide(self, roles: Sequence[str | None], told_by: Eqn | None = None) -> None:
-        """Take the roles that a use gives the axes. What does not divide stays whole here: it is told with all others."""
+        """Take the roles of the axes from a use. An axis that does not divide stays whole here, and is reported with
+        all others."""
         self.told_by = self.told_by or told_by
         self.roles = [before or role for before, role in zip(self.roles, roles, strict=True)]
         axes = layout_in_use(self.claim.signal, self.roles, self.path, self.claim.stage).axes
@@ -59,7 +60,7 @@ class Uses:
     wire: DTypeLike | None = None  # the dtype that it is gathered in; its gradient is scattered in its own
 
     def anew(self) -> Uses:
-        """Return the uses of an array that nothing uses yet."""
+        """Return the uses of a new array."""
         return Uses(asked=self.asked, variable=self.variable, wire=self.wire)
 
     def inside(self) -> Uses:
@@ -95,12 +96,13 @@ class Lying:
 
     @property
     def lies(self) -> Axes:
-        """The mesh axes that split each axis between uses: the `rest` of a stored parameter."""
+        """The mesh axes of each axis between uses: the `rest` of a stored parameter."""
         return getattr(self, "rest", self.axes)
 
     @property
     def prefetches(self) -> bool:
-        """Whether it is gathered while another layer computes, and its gradient scattered, or that of a whole one summed."""
+        """True if its gathers and scatters, or the sum of a whole parameter's gradient, run beside another layer's
+        work."""
         signal = self.signal
         if signal is None or not signal.store_prefetch or not jnp.issubdtype(self.dtype, jnp.inexact):
             return False
@@ -108,7 +110,7 @@ class Lying:
 
     @property
     def regathers(self) -> bool:
-        """Whether it is gathered for its use, and again for the backward pass."""
+        """True if it is gathered for its use, and again for the backward pass."""
         signal = self.signal
         return self.is_stored and signal is not None and bool(signal.store) and not signal.store_keep
 
@@ -129,7 +131,7 @@ class Lying:
         return found
 
     def summed_in(self, wide: DTypeLike | None, compute: DTypeLike) -> Self:
-        """Return the array in the dtype that its gradient is summed in; it is gathered in the dtype that it is used in."""
+        """Return the array in the dtype of its gradient's sum; it is gathered in the dtype of its use."""
         source = self if self.uncast is None or self.dtype != compute else self.uncast
         return source.cast(wide or compute, compute if self.is_stored or self.signal is None else None)
 
@@ -148,7 +150,7 @@ class Lying:
         return functools.reduce(lambda each, key: each.cast(*key), path, self)
 
     def one_turn(self, **changes: object) -> Self:
-        """Return one of those that a loop goes along: a layer of stacked parameters is a parameter."""
+        """Return a turn's part of a scanned array: a layer of stacked parameters is a parameter."""
         turn = self.renewed(shape=self.shape[1:], axes=self.axes[1:], **changes)
         return turn.stored(turn.axes) if turn.prefetches and not turn.is_stored else turn
 
@@ -157,12 +159,12 @@ L = TypeVar("L", bound=Lying)
 
 
 def claim_of(operands: Iterable[Lying]) -> Signal | None:
-    """Return the claim of the first operand that is a claimed parameter."""
+    """Return the claim of the first claimed parameter among the operands."""
     return next((each.signal for each in operands if each.signal is not None), None)
 
 
 def need_before(each: Iterable[L], need: Callable[[L, Axes, Names], object]) -> None:
-    """Need before a loop what each turn would: else each turn has a collective, or one in its gradient."""
+    """Record before a loop the needs of its turns: else each turn has a collective, forward or in its gradient."""
     for one in each:
         inside = [*one.uses.all_within()]
         for axes, names in dict.fromkeys(key for uses in inside for key in uses.needed):
@@ -174,7 +176,7 @@ def need_before(each: Iterable[L], need: Callable[[L, Axes, Names], object]) -> 
 
 
 def needs_of_turns(inside: Sequence[Uses]) -> Iterator[Need]:
-    """Yield what the turns of a loop need of an array, given as they have it, in the order of `need_before`."""
+    """Yield the needs of a loop's turns for an array, given the turns' own, in the order of `need_before`."""
     every = [x for one in inside for x in (one, *one.all_within())]
     yield from dict.fromkeys(((), axes, names) for uses in every for axes, names in uses.needed)
     for key in dict.fromkeys(key for uses in every for key in uses.casts):
@@ -184,13 +186,13 @@ def needs_of_turns(inside: Sequence[Uses]) -> Iterator[Need]:
 
 @dataclasses.dataclass(eq=False)
 class Value(Lying):
-    """An array that is there when it is needed."""
+    """An array in memory at its use."""
 
     dtype: Any
     is_undecided, reader = False, ""
 
     def has_been(self, axes: Axes) -> bool:
-        """Whether another use has needed it so."""
+        """True if another use has had this need."""
         return axes in {needed for needed, _ in self.uses.needed}
 
     def in_dtype(self, dtype: DTypeLike, wire: DTypeLike | None) -> Self:
@@ -210,7 +212,7 @@ class Value(Lying):
 
 @dataclasses.dataclass(eq=False)
 class Later(Value):
-    """An array that is put off, and made where it is needed: `recipe` says what that needs."""
+    """A deferred array, made at its use: `recipe` has the needs of its making."""
 
     recipe: Callable[[Axes, Names], None]
     made_of: int = 0
@@ -251,12 +253,12 @@ class Unplaced(Value):
         self.settle()
 
     def scan(self, axis: int) -> None:
-        """Note that a loop goes along an axis, or that it is cut."""
+        """Record a loop, or a cut, along an axis."""
         if (at := self.of[axis]) is not None:
             self.parameter.roles[at] = "scan"
 
     def settle(self) -> None:
-        """Take the place that another use of the parameter has decided meanwhile."""
+        """Take the layout decided by another use of the parameter."""
         if self.parameter.axes is not None:
             axes = tuple(() if at is None else self.parameter.axes[at] for at in self.of)
             if axes != self.axes:
@@ -264,8 +266,8 @@ class Unplaced(Value):
                 self.uses.needed.clear()
 
     def shaped(self, dtype: DTypeLike, shape: tuple[int, ...], order: Sequence[int | None]) -> Self:
-        """Return the parameter after an operation that leaves it where it rests: `order` is the axis that each was, or None
-        for one that is new."""
+        """Return the parameter after an operation without effect on its storage: `order` is each axis before, or None
+        for a new axis."""
         axes = tuple(() if at is None else self.axes[at] for at in order)
         of = tuple(None if at is None else self.of[at] for at in order)
         return self.renewed(dtype=dtype, shape=shape, axes=axes, of=of)
