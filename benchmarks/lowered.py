@@ -37,7 +37,7 @@ def normalized(text: str) -> str:
 def _configuration(name: str, words: list[str]) -> tuple[Any, Any]:
     """Return the lowered step of a configuration, and what makes its ledger."""
     experiment, target = (importlib.import_module(f"jshard.cli.{room}") for room in ("experiment", "target"))
-    how = {"overrides": words, "args": None, "config": None, "trust": True, "name": "lowered"}
+    how = {"overrides": words, "args": None, "config": None, "on": None, "trust": True, "name": "lowered"}
     built = experiment.built(target.Target.of(argparse.Namespace(path=f"configs/{name}.yaml", **how)))
     return built.lowered(), built.explain
 
@@ -147,7 +147,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name in programs:
         fails = here[name].get("error")
         print(f"{name:24}{row(before[name], after[name]) if name in changed else fails or 'same'}")
-    print(f"{len(programs) - len(changed)} of {len(programs)} programs are the same as at {asked.against}")
+    same = [name for name in programs if name not in changed and "error" not in here[name]]
+    print(f"{len(same)} of {len(programs)} programs are the same as at {asked.against}")
 
 
 if __name__ == "__main__":
