@@ -1,4 +1,4 @@
-"""What the site has besides docs/: the README as its first page, and a page on the API."""
+"""Pages of the site besides docs/: the README first, the keys of YAML, and the API."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 import jshard
+from jshard.cli.schema import page
+from jshard.signals.schema import json_schema
 
 ROOT = Path(__file__).parent.parent
 RELATIVE = re.compile(r"\[([^]]+)\]\((?![a-z]+:|#)([^)#]+)[^)]*\)")
@@ -20,6 +22,7 @@ def on_files(files: Files, config: Any) -> Files:
     pages = {
         "index.md": (ROOT / "README.md").read_text().replace("](docs/", "]("),
         "api.md": "# API\n\n" + "\n".join(entries),
+        "yaml.md": page(json_schema()),
     }
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))

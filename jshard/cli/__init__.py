@@ -7,7 +7,6 @@ import argparse
 import errno
 import gc
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -120,7 +119,7 @@ def _parser() -> tuple[Parser, Collection[str]]:
     command("verify", "compare the sharded model with the same model unsharded")
     command("bench", "time the collectives and products on the devices here", configured=False)
     command("schedule", "draw and price pipeline schedules, side by side", configured=False)
-    command("schema", "print the JSON Schema of a configuration, for editors", schema, configured=False).epilog = None
+    command("schema", "print the keys of a configuration: as JSON Schema, for editors, or as a page", configured=False)
     command("new", "make a small project to train: a model, data, a configuration", configured=False)
     completion = command("completion", "print a script for completion at Tab in a shell", configured=False)
     completion.set_defaults(parser=parser)
@@ -171,10 +170,3 @@ def train(chosen: argparse.Namespace) -> int:
     from jshard.cli.target import Target
 
     return trained(Target(chosen.path, tuple(chosen.overrides)), None)
-
-
-def schema(chosen: argparse.Namespace) -> int:
-    from jshard.signals.schema import json_schema
-
-    print(json.dumps(json_schema(), indent=2))
-    return 0

@@ -198,13 +198,22 @@ SIGNAL: dict[str, Key] = {
     "row": Key(_AXES, "Split rows of x and y (batch) over a mesh axis or a list; gradients of w are summed over it."),
     "column": Key(_AXES, "Split columns of w and y over a mesh axis or a list; nothing moves unless output: gather."),
     "reduction": Key(_AXES, "Split columns of x and rows of w over a mesh axis or a list; one all-reduce of y."),
-    "shard": Key(Keys(SHARD), "Any array under this signal: one axis over workers or mesh axes."),
-    "sequence": Key(_AXES, "Split activations between layers by sequence over this mesh axis."),
+    "sequence": Key(_AXES, "Split activations between products by sequence; attention sees whole rows. Needs reduction."),
+    "ring": Key(_AXES, "Split activations by sequence everywhere; `attention` says how devices see other keys."),
+    "attention": Key(choice(("ring", "ulysses")), "Under ring: pass keys around (the default), or exchange heads for places."),
+    "expert": Key(_AXES, "Split stacked kernels by experts over this mesh axis, and send tokens to their experts."),
+    "stage": Key(
+        Stages(),
+        "equal: split the layers of the matched jshard.stack over the stages of jshard.pipeline, equally many for each; "
+        "balance: about equal FLOP for each, with the program before and after the layers; {0..5: 0, 6..9: 1}: ranges of "
+        "layers with their stages. A number: all matched parameters are on this stage, from 0. A signal with nothing but "
+        "stage leaves the layout to other signals.",
+    ),
     "store": Key(
         Keys(
             {
                 "parameters": Key(_AXES, "Parameters and the optimizer's state (FSDP)."),
-                "keep": Key(flag(), "Keep gathered parameters for the backward pass, instead of a second gather."),
+                "keep": Key(flag(), "Keep gathered parameters for the backward pass; default: gather again."),
                 "prefetch": Key(
                     flag(),
                     "Gather a layer of a loop while the layer before computes, and send its gradients while the next "
@@ -216,9 +225,14 @@ SIGNAL: dict[str, Key] = {
         ),
         "Parameters and optimizer state rest split over this mesh axis (FSDP); {optimizer: axis}: the state only.",
     ),
-    "output": Key(choice(("keep", "gather", "sum", "scatter")), "The output of a layer."),
-    "backward": Key(text("the name of a signal", "other"), "The signal for the layout of cotangents."),
-    "compile": Key(flag(), "Compile a layer under this signal as one program, if called outside jit."),
+    "remat": Key(
+        Keys(
+            {"save": Key(Names("a name or a list of names", "[attention]"), "Results to save, by their JAX checkpoint_name.")},
+            bare=flag_or(("full", "products", "chunk")), required="save",
+        ),
+        "Recompute activations of a loop's layers in the backward pass: all (full, true), all except products, or all except "
+        "saved results; chunk: all of a pipeline's chunk of layers, from its input. store.keep is for gathered parameters.",
+    ),
     "dtype": Key(
         Keys({
             "param": Key(choice(DTYPES), "The dtype of stored parameters."),
@@ -227,14 +241,17 @@ SIGNAL: dict[str, Key] = {
         }),
         "dtypes of this place.",
     ),
-    "remat": Key(
-        Keys(
-            {"save": Key(Names("a name or a list of names", "[attention]"), "Results to save, by their JAX checkpoint_name.")},
-            bare=flag_or(("full", "products", "chunk")), required="save",
-        ),
-        "Recompute activations in the backward pass: all (full, true), all except products, or all except saved results; "
-        "chunk: all of a pipeline's chunk of layers, from its input.",
+    "match": Key(
+        Globs(),
+        'Globs of the parameters claimed by this signal: "layers/*/attn/{q,k}_proj/**"; "**": all others; '
+        '"!layers/0/**": except these.',
     ),
+    "output": Key(
+        choice(("keep", "gather", "sum", "scatter")),
+        "The output of a product. scatter and sum: jshard's own layers only; jshard.shard refuses them.",
+    ),
+    "kernel": Key(_KERNEL, "The algorithm of each op here; default: xla; auto: as kernels.choose decides."),
+    "shard": Key(Keys(SHARD), "Any array under this signal: one axis over workers or mesh axes."),
     "extends": Key(Names("the name of a signal or a list of names", "_template"), "Signals or templates to start from."),
     "expect": Key(
         Keys(
@@ -243,26 +260,15 @@ SIGNAL: dict[str, Key] = {
         ),
         "A promise about collectives for `jshard check`.",
     ),
-    "stage": Key(
-        Stages(),
-        "equal: split the layers of the matched jshard.stack over the stages of jshard.pipeline, equally many for each; "
-        "balance: about equal FLOP for each, with the program before and after the layers; {0..5: 0, 6..9: 1}: ranges of "
-        "layers with their stages. A number: all matched parameters are on this stage, from 0. A signal with nothing but "
-        "stage leaves the layout to other signals.",
-    ),
-    "kernel": Key(_KERNEL, "The algorithm of each op here; default: xla; auto: as kernels.choose decides."),
-    "match": Key(
-        Globs(),
-        'Globs of the parameters claimed by this signal: "layers/*/attn/{q,k}_proj/**"; "**": all others; '
-        '"!layers/0/**": except these.',
-    ),
     "allow": Key(
         Names("the name of a JAX primitive or a list of names", "[sort]"),
         "Primitives without a rule in jshard.shard, allowed to gather whole arrays.",
     ),
-    "ring": Key(_AXES, "Split activations by sequence over this mesh axis everywhere, in attention too."),
-    "expert": Key(_AXES, "Split stacked kernels by experts over this mesh axis, and send tokens to their experts."),
-    "attention": Key(choice(("ring", "ulysses")), "The attention under ring: pass keys around a ring, or exchange heads."),
+    "backward": Key(
+        text("the name of a signal", "other"),
+        "The signal for the layout of cotangents: jshard's own layers and numbered stages only.",
+    ),
+    "compile": Key(flag(), "Compile a layer as one program, if called outside jit: jshard's own layers only."),
 }  # fmt: skip
 
 SIGNAL_TABLE = Keys(SIGNAL, elsewhere=dict.fromkeys(JSHARD, '"jshard:"'))

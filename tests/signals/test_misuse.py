@@ -30,8 +30,8 @@ IN_A_FILE = {
     ),
     "unknown key far": (
         MESH + "layer1: {row: data, zzz: tensor}\n",
-        'signal "layer1" (FILE:3) has an unknown key "zzz"; write row, column, reduction, shard, '
-        "sequence, store, output, backward, compile, dtype, remat, extends, expect, stage or one of 6 more",
+        'signal "layer1" (FILE:3) has an unknown key "zzz"; write row, column, reduction, '
+        "sequence, ring, attention, expert, stage, store, remat, dtype, match, output, kernel or one of 6 more",
     ),
     "unknown nested key": (
         MESH + "layer1: {shard: {axes: 0, workers: [0]}}\n",
@@ -1172,8 +1172,8 @@ ON_THE_COMMAND_LINE = {
         'signal "layer1" (configs/mlp.yaml:3) has row: a mapping, which is not a mesh axis or a list of them; write row: data'
     ],
     "layer1.foo.bar=1": [
-        'signal "layer1" (the command line) has an unknown key "foo"; write row, column, reduction, shard, sequence, '
-        "store, output, backward, compile, dtype, remat, extends, expect, stage or one of 6 more"
+        'signal "layer1" (the command line) has an unknown key "foo"; write row, column, reduction, sequence, ring, '
+        "attention, expert, stage, store, remat, dtype, match, output, kernel or one of 6 more"
     ],
     "layer1." + ".".join("x" * 49) + "=1": [
         '"layer1.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x.x..." (the command line) nests deeper than 50 '
