@@ -10,7 +10,7 @@ from flax import nnx
 
 import jshard
 
-pytestmark = pytest.mark.filterwarnings("ignore:The 'm.iter_modules:DeprecationWarning")  # qwix's
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # qwix takes older names of Flax
 FSDP = {"jshard": {"mesh": {"data": 8}}, "all": {"row": "data", "store": "data", "match": ["**"]}}
 BATCH = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 
