@@ -253,7 +253,7 @@ def a_checkpoint_between_two_steps(way):
     for number in range(3):
         yield step(model, optimizer, *batch(number))
         read = jax.tree.map(np.asarray, nnx.state((model, optimizer)))  # as orbax leaves it on the host
-        nnx.update((model, optimizer), jax.tree.map(jnp.asarray, read))
+        nnx.update((model, optimizer), jax.tree.map(jax.device_put, read))
     yield step(model, optimizer, *batch(3))
     yield nnx.state((model, optimizer))
 

@@ -98,7 +98,7 @@ def test_memory_is_compared_with_a_budget(args):
 def test_the_plugin_pretends_devices_for_a_users_tests(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\njshard_devices = 8\n")
     (tmp_path / "test_mine.py").write_text("import jax\n\n\ndef test_eight():\n    assert len(jax.devices()) == 8\n")
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "jshard.testing", "-p", "no:cacheprovider"]
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]  # installed, it loads itself
     environment = users_environment(PYTHONPATH=str(ROOT))
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -37,7 +37,7 @@ VARIANTS = [  # what no configuration says
     ("lm/english", "columns.store={parameters: data, prefetch: true}", "sums.store={parameters: data, keep: true}"),
     ("lm/english", "columns.store=data", "columns.sequence=tensor", "sums.sequence=tensor", "rest.sequence=tensor"),
 ]
-PLANS = [(name, plan) for name, adopted in MODELS.items() for plan in adopted.plans]
+PLANS = [(name, plan) for name, adopted in MODELS.items() if is_installed(adopted.package) for plan in adopted.plans]
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +104,7 @@ def test_so_they_are_with_other_words(words, folder, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "plan"), PLANS, ids=map(" under ".join, PLANS))
-def test_so_they_are_for_other_peoples_models(extra, name, plan):
-    if not is_installed(MODELS[name].package):
-        extra(MODELS[name].package)
+def test_so_they_are_for_other_peoples_models(name, plan):
     check(asked_by_a_model(name, plan))
 
 
