@@ -261,10 +261,15 @@ def _running(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 def own_line(frames: Iterable[Sequence[Any]]) -> str:
     """Return `model.py:12` for the user's first line in these frames, innermost first; else a library's line, or ""."""
     folders = _folders(jax.config.values["jax_hlo_source_file_canonicalization_regex"])
-    is_in = lambda file, parts: any(part in file for part in parts)
-    outside = [(file, line) for file, line in frames if not file.startswith(folders) and not is_in(file, _INSIDE)]
-    own = [(file, line) for file, line in outside if not is_in(file, _LIBRARIES)]
-    return next((f"{Path(file).name}:{line}" for file, line in own or outside), "")
+    of_library = ""
+    for file, line in frames:
+        if file.startswith(folders) or any(inside in file for inside in _INSIDE):
+            continue
+        where = f"{Path(file).name}:{line}"
+        if not any(library in file for library in _LIBRARIES):
+            return where
+        of_library = of_library or where
+    return of_library
 
 
 class StackFrames:
