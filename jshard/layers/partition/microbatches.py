@@ -1,5 +1,8 @@
-"""The value and gradients of a program over several microbatches: what its parameters vary over is marked before the loop over
-them, so that gradients are added up on each device, and summed over devices once behind it."""
+"""The value and gradients of a program over microbatches.
+
+Parameters are marked as varying before the loop, so gradients add up on each device, and are summed over devices once
+after it.
+"""
 
 from __future__ import annotations
 

@@ -237,8 +237,8 @@ class Pieces:
     def computed(
         self, number: int, own: dict[Group, Array], xs: Tree, given: Sequence[Array], *, backward: bool = False
     ) -> list[Array]:
-        """Return the results of the piece of this number on the devices of its stage, from its parameters, other
-        inputs by number, and the values sent by earlier pieces."""
+        """Return the results of a piece on the devices of its stage. They are made of its parameters, other inputs by
+        number, and the values sent by earlier pieces."""
         program, (jaxpr, inputs) = self.program, self.pieces[number]
         run = program.running()
         mine = [self._unpacked(own, backward, n) if n in self.packed else xs[n] for n in inputs]

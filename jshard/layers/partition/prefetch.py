@@ -202,8 +202,8 @@ class _Ahead:
     def _pull(
         self, layer: _Kept, kept: Arrays, given: Tree, number: Array | int, of_out: Arrays, of_ys: Arrays, done: Arrays
     ) -> Any:
-        """The cotangents of a layer: of what is carried, of what is scattered later, of each and of consts; and `done`, with
-        those that were scattered at once."""
+        """Return the cotangents of a layer: of the carry, of gradients scattered later, of `each` and of consts; and
+        `done` with the gradients scattered at once."""
         found = layer.backward(kept, *given, of_out, self.turns.at(of_ys, number))
         of_carry, of_full, (*own, _), of_each, of_consts = map(smooth, found)
         behind = [x for x, (n, _) in zip(of_full, self.gathers, strict=True) if n in self.later]

@@ -195,7 +195,7 @@ class Program:
         return [self.part(number, x) for number, x in enumerate(xs)]
 
     def part(self, number: int, x: Array, stages: Collection[str] = ()) -> Here:
-        """Return what a device holds of an input; or a stage, of what lies split over the mesh axis of `stages`."""
+        """Return a device's shard of an input; or a stage's, if the input is split over the mesh axis of `stages`."""
         claim, use, lies = self.inputs[number].claim, self.use[number], without(self.in_axes[number], stages)
         part = Here(self.types[number].shape, use, x, signal=None if claim is None else claim.signal)
         return part if lies == use else part.stored(lies)

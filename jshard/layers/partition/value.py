@@ -124,7 +124,8 @@ class Lying:
         return self.uses.casts[key]
 
     def cast_by_program(self, dtype: DTypeLike) -> Self:
-        """Return the parameter after a cast. Where its claim sums gradients in a wider dtype, they are of what was cast."""
+        """Return the parameter after a cast. If its claim sums gradients in a wider dtype, they stay gradients of the
+        source."""
         found, wide = self.cast(dtype), None if self.signal is None else self.signal.dtype.reduce
         if found is not self and wide is not None and jnp.result_type(wide, self.dtype, found.dtype) == wide:
             found.uncast = self

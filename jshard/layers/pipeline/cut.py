@@ -51,5 +51,5 @@ class Cut:
 
     @functools.cache  # noqa: B019  # as long as the cut
     def of_length(self, layers: int) -> Any:
-        """The loop over so many layers."""
+        """Return the loop over this number of layers."""
         return self.loop.replace(params={**self.loop.params, "length": layers})

@@ -18,13 +18,12 @@ Kept = Sequence[Any]  # of a microbatch: arrays, or the places of them
 
 
 class Chunk:
-    """`run(own, edges, given, number, x)` of some layers, inside a shard_map, and its gradients by `x`, `own` and, where it
-    `shares` them, `edges`.
+    """A chunk of layers: `run(own, edges, given, number, x)` inside a shard_map, and its gradients by `x`, `own` and,
+    if it `shares` them, `edges`.
 
-    Of what JAX keeps for a backward, `kept` is what is made of the microbatch, `given` and `x`. Parameters, what is made of
-    them alone (casts, gathers), and what stands in `given` are read, or made again, by the backward. Where it `splits`, the
-    gradients of parameters are made later, of what the backward has `left` for that; where it `recomputes`, of what it began
-    with.
+    `kept` is the part of JAX's residuals made from the microbatch, `given` and `x`. The backward reads or makes again
+    parameters, values made of parameters alone (casts, gathers), and `given`. If it `splits`, parameters' gradients
+    are made later, from the values that the backward has `left`; if it `recomputes`, from the chunk's input.
     """
 
     def __init__(self, run: Callable[..., Tree], args: Sequence[Tree], *, shares: bool, splits: bool, recomputes: bool):
